@@ -178,10 +178,11 @@ def packed_batch(num_sequences: int, length: int, *, num_masked: int, device: st
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Let attention and detectors on fake tensors take the way of the GPU, whatever device these are on."""
+    """Let attention, losses and detectors on fake tensors take the way of the GPU, whatever their device."""
     with (
         assuming_kernels(True),
         mock.patch("shoal.native.is_built", lambda: False),
+        mock.patch("shoal.models.token_losses.runs_kernels", lambda device: True),
         mock.patch("shoal.models.detection.operators.runs_triton", lambda device_type: True),
     ):
         yield

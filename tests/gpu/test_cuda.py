@@ -25,6 +25,7 @@ from shoal.data.images.synthetic import draw_image
 from shoal.data.loader import copies_to
 from shoal.env.worker import alone
 from shoal.errors import EXIT_OK
+from shoal.models.token_losses import IGNORED, token_losses
 from shoal.optim.adafactor import Adafactor
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
@@ -69,6 +70,22 @@ def test_optimizers_take_the_same_steps_as_on_the_cpu(name: str) -> None:
         results.append([weight.detach().cpu() for weight in weights])
     for cpu, cuda in zip(*results, strict=True):
         torch.testing.assert_close(cpu, cuda, rtol=2e-6, atol=1e-7)
+
+
+def test_losses_of_tokens_are_those_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    logits, labels = 4 * torch.randn(3, 50, 32_128), torch.randint(32_128, (3, 50))
+    labels[0, 40:], logits[1, 7, labels[1, 7]] = IGNORED, 40.0
+    results = []
+    for rows in (logits.bfloat16().double(), logits.bfloat16().cuda()):
+        rows.requires_grad_()
+        losses, is_right = token_losses(rows, labels.to(rows.device), z_loss=1e-3)
+        losses.sum().backward()  # type: ignore[no-untyped-call]
+        assert rows.grad is not None
+        results.append([x.detach().cpu().double() for x in (losses, rows.grad, is_right)])
+    assert results[1][2][1, 7]
+    for cpu, cuda, limit in zip(*results, (2e-6, 2**-7, 0.0), strict=True):
+        torch.testing.assert_close(cuda, cpu, rtol=limit, atol=1e-6)
 
 
 def test_the_timer_reads_events() -> None:

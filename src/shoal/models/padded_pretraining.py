@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.pretraining import Pretraining, at_least_fp32
+from shoal.models.pretraining import Pretraining
+from shoal.models.token_losses import at_least_fp32
 
 SUMS = ("mlm_loss", "mlm_correct", "sentence_loss", "sentence_correct")
 """Names of the values that ``sums`` of the output adds up, in their order."""

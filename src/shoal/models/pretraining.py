@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -31,6 +30,7 @@ from shoal.models.albert_prelayernorm import AlbertPreLayerNormConfig, AlbertPre
 from shoal.models.encoder import PACKED_INPUTS, Encoder, drop_in_head
 from shoal.models.layers import fused_activation
 from shoal.models.text_config import AlbertModelConfig, BertModelConfig
+from shoal.models.token_losses import summed_losses
 
 PRETRAINING_INPUTS = (*PACKED_INPUTS, "masked_rows", "masked_ids", "labels")
 
@@ -101,16 +101,12 @@ class Pretraining(nn.Module):
         first_rows = packed["cu_seqlens"][:-1].long()
         num_first = len(first_rows)
         hidden = self.encoder(**packed, wanted=torch.cat([first_rows, masked_rows]), dropout_keys=keys)
-        mlm_logits = at_least_fp32(self.mlm_logits(hidden[num_first:]))
+        of_tokens = summed_losses(self.mlm_logits(hidden[num_first:]), masked_ids)
         sentence_logits = self.sentence_logits(hidden[:num_first], keys)
-        mlm_loss = F.cross_entropy(mlm_logits, masked_ids, reduction="sum")
-        mlm_correct = _num_correct(mlm_logits.detach(), masked_ids)
         if sentence_logits is None:
             none = torch.zeros(2, device=hidden.device)
-            return mlm_loss, mlm_correct, none[0], none[1]
-        sentence_logits = at_least_fp32(sentence_logits)
-        sentence_loss = F.cross_entropy(sentence_logits, labels, reduction="sum")
-        return mlm_loss, mlm_correct, sentence_loss, _num_correct(sentence_logits.detach(), labels)
+            return *of_tokens, none[0], none[1]
+        return *of_tokens, *summed_losses(sentence_logits, labels)
 
 
 @torch.inference_mode()
@@ -232,14 +228,6 @@ def masked_lm_logits(weights: PreTrainedModel, hidden: Tensor) -> Tensor:
     return logits
 
 
-def at_least_fp32(logits: Tensor) -> Tensor:
-    """Return ``logits`` in fp32; fp64 stays fp64.
-
-    fp32 is converted too, so that a graph exported without autocast has the conversion when it runs under it.
-    """
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 _OURS = frozenset({"checkpoint_path", "activation_checkpointing", "pre_layer_norm", "family"})
 """Settings that the configurations of transformers do not have."""
 
@@ -266,9 +254,3 @@ _OF_DISTILBERT = {
     "attention_probs_dropout_prob": "attention_dropout",
 }
 """Names of the settings in DistilBERT's configuration, where they differ."""
-
-
-def _num_correct(logits: Tensor, targets: Tensor) -> Tensor:
-    # A maximum is vectorised where argmax is not.
-    best = logits.gather(1, targets[:, None]).squeeze(1) >= logits.amax(dim=1)
-    return best.sum(dtype=torch.float32)

@@ -18,14 +18,12 @@ from shoal.dropout import SampleDropout, compile_blocks
 from shoal.errors import ShoalError
 from shoal.models.directory import load_weights, model_type_of
 from shoal.models.layers import recompute_layers
-from shoal.models.pretraining import at_least_fp32
 from shoal.models.text_config import NUM_BUCKETS, T5ModelConfig
+from shoal.models.token_losses import IGNORED, token_losses
 from shoal.models.transformers_attention import NAME, num_keys_of, uses_kernels
 
 MODEL_INPUTS = ("input_ids", "labels")
 """Keys of a batch that :class:`T5` takes."""
-IGNORED = -100
-"""Label of positions without a target."""
 
 
 @dataclass
@@ -55,7 +53,6 @@ class T5(nn.Module):
         self.z_loss = z_loss
         self._dropout: SampleDropout | None = None
         self._recomputes = False
-        self._scores = _scores
 
     def recompute_activations(self) -> None:
         """Recompute layers in the backward pass, with the dropout of the forward pass."""
@@ -63,11 +60,11 @@ class T5(nn.Module):
         self._recomputes = True
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compile the blocks, and the loss, with ``torch.compile``, which takes these options.
+        """Compile the blocks with ``torch.compile``, which takes these options.
 
         Blocks share the compiled code, a graph of the encoder's and one of the decoder's, so compiling
-        takes as long whatever the depth; in evaluation they are not compiled. A model that recomputes
-        activations is one graph.
+        takes as long whatever the depth; in evaluation they are not compiled. The loss is a kernel of its
+        own on a GPU. A model that recomputes activations is one graph.
         """
         if self._recomputes:
             super().compile(*args, **options)
@@ -76,7 +73,6 @@ class T5(nn.Module):
             compile_blocks(stack.block, **options)
             first = stack.block[0]
             first.forward = partial(_call_first, first, first.forward)
-        self._scores = torch.compile(_scores, **options)
 
     def forward(
         self,
@@ -107,8 +103,9 @@ class T5(nn.Module):
                 decoder_attention_mask=of_labels,
                 use_cache=False,
             ).logits
-        loss, num_correct, of_sequences = self._scores(logits, labels, self.z_loss if self.training else 0.0)
-        return T5Output(loss=loss, num_correct=num_correct, sequence_loss=of_sequences)
+        losses, is_right = token_losses(logits, labels, z_loss=self.z_loss if self.training else 0.0)
+        loss = losses.sum() / (labels != IGNORED).sum()
+        return T5Output(loss=loss, num_correct=is_right.sum(1), sequence_loss=losses.sum(1))
 
 
 def _call_first(
@@ -131,37 +128,10 @@ def _call_first(
     return run(rows, mask, bias, context, context_mask, context_bias, **kwargs)
 
 
-def _scores(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the fields of :class:`T5Output`."""
-    losses = token_losses(logits, labels, z_loss=z_loss)
-    is_target = labels != IGNORED
-    correct = (logits.argmax(-1) == labels) & is_target
-    return losses.sum() / is_target.sum(), correct.sum(1), losses.sum(1)
-
-
 def shifted(labels: Tensor, start_id: int, pad_id: int) -> Tensor:
     """Return the decoder's input ``[B, T]``: the start token, then each label but the last."""
     before = torch.cat([torch.full_like(labels[:, :1], start_id), labels[:, :-1]], dim=1)
     return before.masked_fill(before == IGNORED, pad_id)
-
-
-def token_losses(logits: Tensor, labels: Tensor, *, z_loss: float) -> Tensor:
-    """Return the cross-entropy + ``z_loss`` · log² Z of each target, 0 in the padding, ``[B, T]``.
-
-    Z is the sum of exp(logits) (Shazeer et al., Mesh-TensorFlow's ``softmax_cross_entropy_with_logits``).
-
-    Args:
-        logits: ``[B, T, vocab_size]``.
-        labels: ``[B, T]``, -100 in the padding.
-    """
-    logits = at_least_fp32(logits)
-    is_target = labels != IGNORED
-    log_z = logits.logsumexp(-1)
-    of_label = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    losses = log_z - of_label
-    if z_loss:
-        losses = losses + z_loss * log_z.square()
-    return losses * is_target
 
 
 def new_t5(config: T5ModelConfig, *, pad_id: int, end_id: int) -> T5:
@@ -246,7 +216,7 @@ def label_losses(model: T5, input_ids: Tensor, attention_mask: Tensor, labels: S
             decoder_input_ids=shifted(targets, config.decoder_start_token_id, config.pad_token_id),
             use_cache=False,
         ).logits
-        columns.append(token_losses(logits, targets, z_loss=0.0).sum(1))
+        columns.append(token_losses(logits, targets)[0].sum(1))
     return torch.stack(columns, dim=1)
 
 

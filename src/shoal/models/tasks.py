@@ -26,7 +26,8 @@ from shoal.errors import UsageError
 from shoal.models.directory import load_weights, model_type_of, one_line, resolve
 from shoal.models.encoder import Encoder, drop_in_head, token_keys
 from shoal.models.layers import ALBERTS
-from shoal.models.pretraining import at_least_fp32, masked_lm_logits
+from shoal.models.pretraining import masked_lm_logits
+from shoal.models.token_losses import at_least_fp32
 
 
 class TaskModel(nn.Module):

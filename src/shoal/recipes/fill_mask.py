@@ -78,7 +78,7 @@ class use(Use):
 
         from shoal.data.text.fill_mask import make_masked_texts
         from shoal.models.encoder import packed_inputs
-        from shoal.models.pretraining import at_least_fp32
+        from shoal.models.token_losses import at_least_fp32
 
         model, top, size = self.model, self.settings.top, self.settings.batch_size
         texts = make_masked_texts(data, self.tokenizer, max_seq_length=self.length)

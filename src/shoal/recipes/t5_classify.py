@@ -169,7 +169,8 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
     from contextlib import ExitStack
 
     from shoal.data.text.task_batches import TaskSource
-    from shoal.models.t5 import IGNORED, read_t5
+    from shoal.models.t5 import read_t5
+    from shoal.models.token_losses import IGNORED
     from shoal.pipelining.init_meta import init_whole
     from shoal.recipes.stages import write_stored
     from shoal.train.optimizers import build_optimizer

@@ -128,9 +128,9 @@ def test_an_update_on_the_device_never_waits() -> None:
 
 
 MOST = {
-    "bert": (9.3, 0.15),
-    "albert": (5.2, 0.15),
-    "t5": (16.9, 0.25),
+    "bert": (7.8, 0.14),
+    "albert": (3.6, 0.077),
+    "t5": (13.3, 0.13),
     "resnet50": (27.0, 0.11),
     "mask_rcnn": (22.5, 0.11),
     "matching": (1.0, 0.023),
