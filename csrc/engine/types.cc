@@ -1,6 +1,7 @@
 #include "engine/types.h"
 
 #include <array>
+#include <numeric>
 #include <stdexcept>
 
 namespace shoal {
@@ -27,6 +28,11 @@ Enum named(const std::array<std::string_view, N>& names, std::string_view name, 
   throw std::invalid_argument(std::string(what) + " '" + std::string(name) + "' must be one of " + all);
 }
 
+std::size_t elements_of(const std::vector<std::int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::size_t{1},
+                         [](std::size_t product, std::int64_t side) { return product * static_cast<std::size_t>(side); });
+}
+
 }  // namespace
 
 std::size_t size_of(Element element) {
@@ -49,6 +55,10 @@ std::string describe(const OpSpec& spec) {
   text += " of " + std::string(name_of(spec.element)) + "[";
   for (std::size_t k = 0; k < spec.shape.size(); ++k) text += (k ? ", " : "") + std::to_string(spec.shape[k]);
   text += "]";
+  const bool whole = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::broadcast;
+  if (whole && spec.count < elements_of(spec.shape)) {
+    text += " in parts, as from a GPU, this one of " + std::to_string(spec.count) + " elements";
+  }
   const bool reduces = spec.kind == Kind::all_reduce || spec.kind == Kind::reduce || spec.kind == Kind::reduce_scatter;
   if (reduces) text += " (" + std::string(name_of(spec.combine)) + ")";
   if (spec.priority) text += " with a priority";

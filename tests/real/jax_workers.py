@@ -156,9 +156,12 @@ def fake_device(folder: Path, name: str = f"libcudart.so.{RANK}") -> Any:
 
 
 def of_devices() -> None:
-    """Run the function that ``OF_DEVICES`` names with the handler for CUDA devices."""
+    """Run the function that ``OF_DEVICES`` names on devices, on each ``OF_EVERY``-th rank."""
     import tempfile
 
+    if RANK % int(os.environ.get("OF_EVERY", "1")):
+        globals()[os.environ["OF_DEVICES"]]()
+        return
     with tempfile.TemporaryDirectory() as folder:
         runtime = fake_device(Path(folder))
         globals()[os.environ["OF_DEVICES"]]()
@@ -274,6 +277,25 @@ def alone() -> None:
     assert sj.reduce_scatter(tree["a"]).tolist() == [0.0, 1.0, 2.0, 3.0]
     assert sj.all_reduce([]) == []
     sj.barrier()
+
+
+def mixed_sizes() -> None:
+    """Sum small leaves that have the size of a large one together; refuse what only devices divide."""
+    import jax
+
+    import shoal.jax as sj
+
+    sj.init(timeout_s=60)
+    every = [[np.full(size, rank, np.float32) for size in (20_000, 10_000, 10_000)] for rank in range(SIZE)]
+    totals = sj.all_reduce([leaf + number for number, leaf in enumerate(every[RANK])], "sum")
+    for number, total in enumerate(totals):
+        assert np.array_equal(total, np.full(total.shape, sum(range(SIZE)) + SIZE * number)), number
+    try:
+        np.asarray(sj.all_reduce(np.ones(5_000_000, np.float32), "sum"))
+    except jax.errors.JaxRuntimeError as error:
+        assert "float32[5000000] in parts, as from a GPU, this one of " in str(error), error
+    else:
+        raise AssertionError("ranks that divide an array in other ways have summed it")
 
 
 def collectives() -> None:

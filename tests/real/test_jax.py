@@ -94,6 +94,11 @@ def test_the_handler_for_cuda_gives_what_that_for_cpus_gives(
     assert not of_devices or of_devices == results(run(python, name, size, hosts))
 
 
+@pytest.mark.parametrize("name", ["mixed_sizes", "shapes"])
+def test_ranks_on_devices_and_on_cpus_match(python: Path, name: str) -> None:
+    run(python, "of_devices", 3, RUNS="2", OF_DEVICES=name, OF_EVERY="2")
+
+
 def test_errors_of_the_handler_for_cuda_are_those_of_cpus(python: Path, tmp_path: Path) -> None:
     of_lost = run(python, "of_devices", 2, OF_DEVICES="lost", lost=1, TMPDIR=str(tmp_path))
     assert results(of_lost) == ["rank 1 was named"]

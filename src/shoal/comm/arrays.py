@@ -113,14 +113,13 @@ def _dtype(array: Array) -> str:
 def _fused(group: JobGroup, arrays: Sequence[Array], operation: Operation) -> None:
     if not all(each.flags.c_contiguous for each in arrays):
         raise ValueError("arrays must be contiguous; use numpy.ascontiguousarray")
-    names = [_dtype(each) for each in arrays]
+    named = [(_dtype(each), each.reshape(-1)) for each in arrays]
     if group.size == 1:
         return
-    flat, blocks = [each.reshape(-1) for each in arrays], []
+    flat, blocks = [each for _, each in named if each.size], []
     for dtype in _DTYPES:
         small = [
-            each for each, name in zip(flat, names, strict=True)
-            if name == dtype and each.nbytes < FUSED_BELOW_BYTES
+            each for name, each in named if name == dtype and 0 < each.nbytes < FUSED_BELOW_BYTES
         ]  # fmt: skip
         if len(small) > 1:
             blocks.append((np.concatenate(small), small))
@@ -150,6 +149,7 @@ def _run(group: JobGroup, parts: Sequence[tuple[Array, Array, int]], operation: 
             )
         )
         for source, target, count in parts
+        if count
     ]
     for handle in handles:
         group.engine.wait(handle)

@@ -43,6 +43,36 @@ inline std::uint64_t bytes_of(shoal_dtype dtype) {
   return bytes[dtype];
 }
 
+// The operations of a call, in their order: the same on every rank, whatever device its leaves are on. Empty leaves have
+// none.
+struct Division {
+  std::vector<std::vector<Leaf>> together;  // small leaves of one dtype, which share an operation
+  std::vector<Leaf> alone;
+};
+
+inline Division divide(const std::vector<Leaf>& leaves, int kind) {
+  const bool fuses = kind == SHOAL_ALL_REDUCE || kind == SHOAL_BROADCAST;
+  const auto is_small = [&](const Leaf& leaf) { return fuses && leaf.count && leaf.input_bytes < fused_below_bytes; };
+  std::map<shoal_dtype, std::vector<Leaf>> small;
+  for (const Leaf& leaf : leaves) {
+    if (is_small(leaf)) small[leaf.dtype].push_back(leaf);
+  }
+  Division division;
+  for (const Leaf& leaf : leaves) {
+    if (leaf.count && (!is_small(leaf) || small[leaf.dtype].size() == 1)) division.alone.push_back(leaf);
+  }
+  for (auto& [dtype, group] : small) {
+    if (group.size() > 1) division.together.push_back(std::move(group));
+  }
+  return division;
+}
+
+inline std::uint64_t bytes_of(const std::vector<Leaf>& leaves) {
+  std::uint64_t bytes = 0;
+  for (const Leaf& leaf : leaves) bytes += leaf.input_bytes;
+  return bytes;
+}
+
 // Groups by the number that a compiled program has as an attribute; an address would not outlive the process.
 class GroupTable {
  public:
@@ -80,9 +110,10 @@ class TreeCall {
       copy(leaves);  // the engine leaves the root's output as it is
       for (Leaf& leaf : leaves) leaf.input = leaf.output;
     }
-    if (operation.kind == SHOAL_ALL_REDUCE || operation.kind == SHOAL_BROADCAST) call->fuse(leaves);
+    Division division = divide(leaves, operation.kind);
+    for (std::vector<Leaf>& together : division.together) call->gather(std::move(together));
     operation.struct_size = sizeof operation;
-    call->submit(group, leaves, operation);
+    call->submit(group, division.alone, operation);
   }
 
   // A group of one rank: every operation is a copy.
@@ -113,31 +144,19 @@ class TreeCall {
     if (error_.empty()) error_ = message;
   }
 
-  // Copies small leaves into blocks, one per dtype, and removes them from `leaves`.
-  void fuse(std::vector<Leaf>& leaves) {
-    std::map<shoal_dtype, std::vector<Leaf>> small;
+  // Copies leaves into a block.
+  void gather(std::vector<Leaf> leaves) {
+    Block block;
+    const std::uint64_t bytes = bytes_of(leaves);
+    block.memory = std::make_unique<std::byte[]>(bytes);
+    std::byte* to = block.memory.get();
     for (const Leaf& leaf : leaves) {
-      if (leaf.input_bytes < fused_below_bytes) small[leaf.dtype].push_back(leaf);
+      if (leaf.input_bytes) std::memcpy(to, leaf.input, leaf.input_bytes);
+      to += leaf.input_bytes;
     }
-    for (auto& [dtype, group] : small) {
-      if (group.size() < 2) continue;
-      Block block;
-      std::uint64_t bytes = 0;
-      for (const Leaf& leaf : group) bytes += leaf.input_bytes;
-      block.memory = std::make_unique<std::byte[]>(bytes);
-      std::byte* to = block.memory.get();
-      for (const Leaf& leaf : group) {
-        if (leaf.input_bytes) std::memcpy(to, leaf.input, leaf.input_bytes);
-        to += leaf.input_bytes;
-      }
-      block.count = bytes / bytes_of(dtype);
-      block.leaves = std::move(group);
-      const auto fused = [type = dtype](const Leaf& leaf) {
-        return leaf.dtype == type && leaf.input_bytes < fused_below_bytes;
-      };
-      leaves.erase(std::remove_if(leaves.begin(), leaves.end(), fused), leaves.end());
-      blocks_.push_back(std::move(block));
-    }
+    block.count = bytes / bytes_of(leaves.front().dtype);
+    block.leaves = std::move(leaves);
+    blocks_.push_back(std::move(block));
   }
 
   void submit(shoal_group* group, const std::vector<Leaf>& leaves, shoal_operation operation) {

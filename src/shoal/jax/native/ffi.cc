@@ -205,34 +205,30 @@ std::optional<DeviceCall> device_call(const std::vector<shoal::Leaf>& leaves, co
     made.output = output;
     return made;
   };
-  const bool in_place = operation.kind == SHOAL_ALL_REDUCE || operation.kind == SHOAL_BROADCAST;
-  std::map<shoal_dtype, std::vector<shoal::Leaf>> small;
+  const shoal::Division division = shoal::divide(leaves, operation.kind);
   DeviceCall call;
-  for (const shoal::Leaf& leaf : leaves) {
-    if (in_place && leaf.input_bytes < shoal::fused_below_bytes) small[leaf.dtype].push_back(leaf);
-    else call.across.push_back(on(leaf.dtype, leaf.count, leaf.input, leaf.output));
-  }
-  for (const auto& [dtype, together] : small) {
-    std::uint64_t bytes = 0;
-    for (const shoal::Leaf& leaf : together) bytes += leaf.input_bytes;
-    if (together.size() == 1) call.across.push_back(on(dtype, together[0].count, together[0].input, together[0].output));
-    if (together.size() == 1 || bytes == 0) continue;
+  for (const std::vector<shoal::Leaf>& together : division.together) {
+    const std::uint64_t bytes = shoal::bytes_of(together);
+    const shoal_dtype dtype = together.front().dtype;
     const std::optional<void*> memory = scratch.Allocate(bytes);
     if (!memory) return std::nullopt;
-    auto* place = static_cast<std::byte*>(*memory);
-    call.across.push_back(on(dtype, bytes / shoal::bytes_of(dtype), place, place));
+    auto* to = static_cast<std::byte*>(*memory);
+    call.across.push_back(on(dtype, bytes / shoal::bytes_of(dtype), to, to));
     for (const shoal::Leaf& leaf : together) {
-      call.in.push_back(on(SHOAL_UINT8, leaf.input_bytes, leaf.input, place));
-      call.out.push_back(on(SHOAL_UINT8, leaf.input_bytes, place, leaf.output));
-      place += leaf.input_bytes;
+      call.in.push_back(on(SHOAL_UINT8, leaf.input_bytes, leaf.input, to));
+      call.out.push_back(on(SHOAL_UINT8, leaf.input_bytes, to, leaf.output));
+      to += leaf.input_bytes;
     }
+  }
+  for (const shoal::Leaf& leaf : division.alone) {
+    call.across.push_back(on(leaf.dtype, leaf.count, leaf.input, leaf.output));
   }
   return call;
 }
 
-ffi::Error device_collective(Stream stream, std::int32_t device, ffi::ScratchAllocator scratch, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                             std::int64_t group_number, std::int64_t kind, std::int64_t reduction, std::int64_t root,
-                             double timeout_s) {
+ffi::Error device_collective(Stream stream, std::int32_t device, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, std::int64_t group_number, std::int64_t kind,
+                             std::int64_t reduction, std::int64_t root, double timeout_s) {
   const auto leaves = leaves_of(args, rets, static_cast<int>(kind), static_cast<int>(reduction));
   if (!leaves) return leaves.error();
   // A process alone has no group.
@@ -255,34 +251,32 @@ ffi::Error device_collective(Stream stream, std::int32_t device, ffi::ScratchAll
   return ffi::Error(ffi::ErrorCode::kAborted, problem);
 }
 
+// Returns `binding` with what both handlers take: arrays and the operation.
+template <typename Binding>
+auto collective_of(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<std::int64_t>("group")
+      .template Attr<std::int64_t>("kind")
+      .template Attr<std::int64_t>("reduction")
+      .template Attr<std::int64_t>("root")
+      .template Attr<double>("timeout_s");
+}
+
 }  // namespace
 
 extern "C" SHOAL_API XLA_FFI_Error* shoal_jax_collective(XLA_FFI_CallFrame* call_frame);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(shoal_jax_collective, collective,
-                              ffi::Ffi::Bind()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::int64_t>("group")
-                                  .Attr<std::int64_t>("kind")
-                                  .Attr<std::int64_t>("reduction")
-                                  .Attr<std::int64_t>("root")
-                                  .Attr<double>("timeout_s"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(shoal_jax_collective, collective, collective_of(ffi::Ffi::Bind()));
 
 extern "C" SHOAL_API XLA_FFI_Error* shoal_jax_device_collective(XLA_FFI_CallFrame* call_frame);
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(shoal_jax_device_collective, device_collective,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<Stream>>()
-                                  .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::ScratchAllocator>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<std::int64_t>("group")
-                                  .Attr<std::int64_t>("kind")
-                                  .Attr<std::int64_t>("reduction")
-                                  .Attr<std::int64_t>("root")
-                                  .Attr<double>("timeout_s"));
+                              collective_of(ffi::Ffi::Bind()
+                                                .Ctx<ffi::PlatformStream<Stream>>()
+                                                .Ctx<ffi::DeviceOrdinal>()
+                                                .Ctx<ffi::ScratchAllocator>()));
 
 extern "C" {
 
