@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import Benchmark, peer_module
@@ -92,11 +93,13 @@ def compare_backends(bench: Benchmark) -> None:
             continue
         num_steps = 2 * NUM_STEPS[preset] // (2 if bench.quick else 1)
         samples, foreign, num_retaken = measure_quietly(preset, compiled, 2, num_steps, "over_both")
+        least_ms = median(samples["alone"])
+        most = f"{least_ms:.3g} ms without an exchange, so {median(samples['peer']) / least_ms:.2f} at most"
         bench.add(
             f"{title(preset, compiled, 2)}, over shoal",
             ours=samples["ours"],
             peer=samples["peer"],
-            peer_name="the same over gloo",
+            peer_name=f"the same over gloo; {most}",
             unit="ms",
             target=target,
             foreign_cores=[foreign],

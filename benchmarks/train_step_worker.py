@@ -184,15 +184,22 @@ def measure(
 
 
 def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
-    """Return the milliseconds of each step over shoal and over gloo; spec as :func:`main`."""
+    """Return the milliseconds of each step over shoal, over gloo and without an exchange.
+
+    A step ends when all workers have ended it, so that those without an exchange wait for each other too.
+    The spec is that of :func:`main`.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_synthetic_text(folder, MODELS[spec["preset"]].vocab_size)
         config = settings(spec["preset"], folder, spec["compiled"])
-        samples: dict[str, list[float]] = {"ours": [], "peer": []}
+        samples: dict[str, list[float]] = {"ours": [], "peer": [], "alone": []}
         with opened(config) as (run, reader):
             assert run.world.backend == "shoal", run.world.backend_reason
-            groups = {"ours": None, "peer": run.world.control}
+            alone = [dist.new_group([rank], backend="gloo") for rank in range(run.world.num_workers)]
+            own = alone[run.world.rank]
+            assert isinstance(own, dist.ProcessGroup)
+            groups = {"ours": None, "peer": run.world.control, "alone": own}
             sides = {
                 side: our_steps(inner_run(run, config), config, reader, group)
                 for side, group in groups.items()
@@ -202,6 +209,7 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
                     run.world.barrier()
                     begin_s = time.perf_counter()
                     next(steps)
+                    run.world.barrier()
                     samples[side].append(1e3 * (time.perf_counter() - begin_s))
         return {side: times[WARM_UP_STEPS:] for side, times in samples.items()}
 
