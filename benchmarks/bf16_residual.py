@@ -2,8 +2,8 @@
 
 A GPU's autocast gives the results of norms, and so the sums around each block, in fp32. shoal stores them in
 bf16, with statistics of fp32 (``shoal.models.encoder``): half the bytes. Both kinds learn masked bytes of
-WikiText-2's validation file with the same seeds, batches and dropout, and are scored on its test file. BERT-small
-has four layers of 512 (Turc et al., arXiv 1908.08962). ``--steps`` and ``--seeds`` shorten it.
+WikiText-2's validation file with the same seeds, batches and dropout, and are scored on its test file.
+BERT-small has four layers of 512 (Turc et al., arXiv 1908.08962). ``--steps`` and ``--seeds`` shorten it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from shoal.models.text_config import BertModelConfig
 
 SEEDS = (1, 2, 3)
 STEPS, QUICK_STEPS = 1000, 50
-RATE = 3e-4
-BATCH, LENGTH, MASK_ID = 16, 64, 256
+RATE = 1e-3
+BATCH, LENGTH, MASK_ID = 64, 16, 256
 MASKED = LENGTH * 15 // 100
 MODEL = BertModelConfig(
     vocab_size=257, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048,
