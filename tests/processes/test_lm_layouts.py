@@ -1,17 +1,20 @@
-"""Causal language models divided over workers: the runs of one worker, in stages, in shards and in both."""
+"""Causal language models in stages, in shards and in parts of layers: the runs of one worker."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from itertools import product
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pretrain_jobs as jobs
 import pytest
 from safetensors.torch import load_file
-from test_pretrain_lm import MODELS
+from test_pretrain_lm import COMMON, WIDE
+from test_pretrain_lm import MODELS as CAUSAL
+from transformers import LlamaConfig
 
 from shoal import record
 from shoal.errors import EXIT_OK, UsageError
@@ -21,6 +24,9 @@ from shoal.record import read_record
 from shoal.train.checkpoint_files import step_of
 
 SAME = 1e-6
+PLAIN = LlamaConfig(**COMMON, **WIDE, num_key_value_heads=2)
+MODELS = {"gpt2": CAUSAL["gpt2"], "llama": CAUSAL["llama"], "plain": PLAIN}
+"""Two with dropout, and one whose layers divide: its attention has none."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a config.json of each kind."""
     folder = tmp_path_factory.mktemp("models")
-    for name in ("gpt2", "llama"):
+    for name in MODELS:
         MODELS[name].save_pretrained(folder / name)
     return folder
 
@@ -41,9 +47,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(data: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of one worker that has the whole model."""
     folder = tmp_path_factory.mktemp("whole")
-    for name in ("gpt2", "llama"):
+    for name in MODELS:
         assert jobs.run(lm(name, data, models, folder / name), 1) == [EXIT_OK]
-    return {name: folder / name for name in ("gpt2", "llama")}
+    return {name: folder / name for name in MODELS}
 
 
 def lm(name: str, data: Path, models: Path, run_dir: Path, **changes: dict[str, Any]) -> LmConfig:
@@ -86,22 +92,29 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 x 2 shards": (4, {"pipeline": 2, "shard": True}),
     "2 x 2 virtual stages": (2, {"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"}),
     "8 workers, 2 stages x 4 shards": (8, {"pipeline": 2, "shard": True, "micro_batches": 3}),
+    "6 shards": (6, {"shard": True}),
+    "2 parts": (2, {"tensor": 2}),
+    "2 parts x 3 replicas": (6, {"tensor": 2}),
+    "2 parts x 2 shards": (4, {"tensor": 2, "shard": True}),
 }
 QUICK = {
     ("2 stages x 2 replicas", "gpt2"),
     ("2 x 2 shards", "llama"),
     ("2 shards", "gpt2"),
     ("2 shards", "llama"),
+    ("2 parts", "plain"),
 }
 """Each layout with one of the models, each model in stages; layouts do not look at the kind of model."""
+CASES = [
+    (layout, name)
+    for layout, (_, parallel) in LAYOUTS.items()
+    for name in (("plain",) if "tensor" in parallel else ("gpt2", "llama"))
+]
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
-        for case in product(LAYOUTS, ("gpt2", "llama"))
-    ],
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
 def test_every_layout_trains_what_one_worker_trains(
     layout: str, name: str, data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
@@ -141,18 +154,23 @@ def test_shards_recompute_activations(
     [
         "2 stages",
         "2 shards",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("2 stages x 2 replicas", "2 x 2 shards")),
+        "2 parts",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("2 stages x 2 replicas", "2 x 2 shards", "2 parts x 2 shards")
+        ),
     ],
 )
 def test_a_killed_run_in_parts_continues_bitwise(
     layout: str, data: Path, models: Path, tmp_path: Path
 ) -> None:
     num_workers, parallel = LAYOUTS[layout]
+    name = "plain" if "tensor" in parallel else "gpt2"
     often = {"checkpoint_frequency": 1, "keep_checkpoints": 20}
-    first = lm("gpt2", data, models, tmp_path / "undisturbed", parallel=parallel, run=often)
+    first = lm(name, data, models, tmp_path / "undisturbed", parallel=parallel, run=often)
     assert jobs.run(first, num_workers) == [EXIT_OK] * num_workers
     run_dir = tmp_path / "killed"
-    killed = lm("gpt2", data, models, run_dir, parallel=parallel, run=often)
+    killed = lm(name, data, models, run_dir, parallel=parallel, run=often)
     jobs.copy_without_end(tmp_path / "undisturbed", run_dir, scores=False)
     for left in (run_dir / "checkpoints").iterdir():
         if step_of(left) > 3:
@@ -178,30 +196,48 @@ def test_a_run_goes_on_in_other_layouts(
     if muon:
         wanted = tmp_path / "whole"
         assert jobs.run(lm("gpt2", data, models, wanted, optim=optim), 1) == [EXIT_OK]
-    run_dir = tmp_path / "run"
-    layouts = ((3, 1, {}), (6, 2, {"pipeline": 2}), (9, 2, {"shard": True}), (12, 1, {}))
+    make = partial(lm, "gpt2", data, models, tmp_path / "run", optim=optim)
+    go_through(((3, 1, {}), (6, 2, {"pipeline": 2}), (9, 2, {"shard": True}), (12, 1, {})), make)
+    assert_same_run(tmp_path / "run", wanted, most=2e-3 if muon else 2 * SAME)  # Muon rounds to bf16
+
+
+def test_a_run_goes_on_with_parts_of_its_layers(
+    data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    """Stages, then parts, then shards of parts, then one worker."""
+    layouts = (
+        (3, 2, {"pipeline": 2}),
+        (6, 2, {"tensor": 2}),
+        (9, 4, LAYOUTS["2 parts x 2 shards"][1]),
+        (12, 1, {}),
+    )
+    go_through(layouts, partial(lm, "plain", data, models, tmp_path / "run"))
+    assert_same_run(tmp_path / "run", whole["plain"], most=2 * SAME)
+
+
+def go_through(layouts: Iterable[tuple[int, int, dict[str, Any]]], make: Callable[..., LmConfig]) -> None:
+    """Run to each last step in a layout, kill the workers, and go on in the next one."""
     for last, num_workers, parallel in layouts:
-        config = lm(
-            "gpt2", data, models, run_dir, parallel=parallel, optim=optim, run={"checkpoint_frequency": 3}
-        )
-        if last < 12:
-            workers = jobs.start(config, num_workers)
-            jobs.wait_for_step(run_dir, last, workers)
-            jobs.kill(workers)
-            for left in sorted((run_dir / "checkpoints").iterdir())[1:]:
-                if step_of(left) > last:
-                    shutil.rmtree(left)
-        else:
-            assert jobs.run(config, num_workers) == [EXIT_OK]
-    assert_same_run(run_dir, wanted, most=2e-3 if muon else 2 * SAME)  # Muon rounds to bf16
+        config = make(parallel=parallel, run={"checkpoint_frequency": 3})
+        run_dir = config.run.dir
+        assert run_dir is not None
+        if last == 12:
+            assert jobs.run(config, num_workers) == [EXIT_OK] * num_workers
+            return
+        workers = jobs.start(config, num_workers)
+        jobs.wait_for_step(run_dir, last, workers)
+        jobs.kill(workers)
+        for left in sorted((run_dir / "checkpoints").iterdir())[1:]:
+            if step_of(left) > last:
+                shutil.rmtree(left)
 
 
-@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"shard": True}])
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"shard": True}, {"tensor": 2}])
 def test_stages_start_with_the_weights_of_a_directory(
     parallel: dict[str, Any], data: Path, whole: dict[str, Path], tmp_path: Path
 ) -> None:
     """The frequencies of Llama's positions are no weights: stages on meta compute them."""
-    source = export_model(whole["llama"], tmp_path / "model")
+    source = export_model(whole["plain" if "tensor" in parallel else "llama"], tmp_path / "model")
     warm = {"optim": {"warmup_steps": 1}, "train": {"total_steps": 1}}  # all of it warm-up: the rate is 0
     config = jobs.small_lm_config(data, source, tmp_path / "run", parallel=parallel, **warm)
     assert jobs.run(config, 2) == [EXIT_OK] * 2
@@ -217,6 +253,16 @@ def test_stages_start_with_the_weights_of_a_directory(
         (
             {"parallel": {"pipeline": 2}, "model": {"activation_checkpointing": True}},
             "activation_checkpointing does not go with parallel.pipeline",
+        ),
+        ({"parallel": {"pipeline": 2, "tensor": 2}}, "tensor 2 does not go with parallel.pipeline"),
+        (
+            {"parallel": {"tensor": 2}, "optim": {"optimizer": "muon"}},
+            "optimizer muon does not go with parallel.tensor 2",
+        ),
+        ({"parallel": {"tensor": 2}, "distributed": {"wire": "int8"}}, "wire int8: .* parallel.tensor saves"),
+        (
+            {"parallel": {"tensor": 2}, "train": {"shard_optimizer": True}},
+            "shard_optimizer True does not go with a model in stages or shards",
         ),
         (
             {"parallel": {"pipeline": 2}, "model": {"attention": "flash_attention_2"}},

@@ -148,12 +148,15 @@ ScheduleName = Literal["auto", "gpipe", "1f1b", "interleaved", "bfs", "vee", "ba
 
 @dataclass(frozen=True, kw_only=True)
 class StagesConfig:
-    """Division of the model and the batch over the workers: workers = pipeline × data."""
+    """Division of the model and the batch over the workers: workers = pipeline × tensor × data."""
 
     pipeline: int = 1
     """Number of workers over which the model is divided; they have consecutive ranks."""
+    tensor: int = 1
+    """Number of workers over which each layer is divided, by transformers' plan for the model; they have
+    consecutive ranks."""
     data: int | None = None
-    """Replicas of the pipeline; default: workers / pipeline."""
+    """Replicas of the model; default: workers / (pipeline × tensor)."""
     virtual_stages: int | None = None
     """Stages per worker; more stages shorten the bubble and add messages; default: the fastest."""
     micro_batches: int | None = None
@@ -166,7 +169,12 @@ class StagesConfig:
     """Divide parameters, gradients and optimizer state over the replicas (FSDP2)."""
 
     def __post_init__(self) -> None:
-        require_positive("parallel", self, "pipeline", "data", "virtual_stages", "micro_batches")
+        require_positive("parallel", self, "pipeline", "tensor", "data", "virtual_stages", "micro_batches")
+        if self.pipeline > 1 and self.tensor > 1:
+            raise UsageError(
+                f"parallel.tensor {self.tensor} does not go with parallel.pipeline: stages are made of an "
+                "exported graph, whose layers are whole; leave one of them out, or use parallel.shard"
+            )
         if (self.virtual_stages or 1) > 1 and self.pipeline == 1 and not self.is_searched:
             raise UsageError(
                 f"parallel.virtual_stages {self.virtual_stages} needs a pipeline: set parallel.pipeline to 2 "
@@ -178,23 +186,28 @@ class StagesConfig:
         """True if the layout is yet to be found."""
         return False
 
+    @property
+    def replica_size(self) -> int:
+        """Number of workers that have one copy of the model together."""
+        return self.pipeline * self.tensor
+
     def replicas(self, num_workers: int) -> int:
         """Return the number of replicas of ``num_workers`` workers.
 
         Raises:
-            UsageError: ``num_workers`` is not pipeline × data.
+            UsageError: ``num_workers`` is not pipeline × tensor × data.
         """
-        if num_workers % self.pipeline:
+        name = f"parallel.tensor {self.tensor}" if self.tensor > 1 else f"parallel.pipeline {self.pipeline}"
+        if num_workers % self.replica_size:
             raise UsageError(
-                f"parallel.pipeline {self.pipeline} does not divide the {num_workers} workers; start a "
-                f"multiple of {self.pipeline} (--workers)"
+                f"{name} does not divide the {num_workers} workers; start a multiple of {self.replica_size} "
+                "(--workers)"
             )
-        num_replicas = num_workers // self.pipeline
+        num_replicas = num_workers // self.replica_size
         if self.data is not None and self.data != num_replicas:
             raise UsageError(
-                f"parallel.pipeline {self.pipeline} × parallel.data {self.data} are "
-                f"{self.pipeline * self.data} workers, but there are {num_workers}; leave parallel.data out "
-                "or start as many"
+                f"{name} × parallel.data {self.data} are {self.replica_size * self.data} workers, but there "
+                f"are {num_workers}; leave parallel.data out or start as many"
             )
         return num_replicas
 
@@ -204,9 +217,10 @@ class StagesConfig:
         Raises:
             UsageError: 8-bit blocks for gradients that FSDP2 sums.
         """
-        if wire == "int8" and self.shard:
+        if wire == "int8" and (self.shard or self.tensor > 1):
+            name = "shard" if self.shard else "tensor"
             raise UsageError(
-                "distributed.wire int8: its residuals would take the memory that parallel.shard saves; use "
+                f"distributed.wire int8: its residuals would take the memory that parallel.{name} saves; use "
                 "bf16"
             )
 
@@ -228,13 +242,18 @@ class StagesConfig:
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
-            ("train.shard_optimizer", self.shard and config.train.shard_optimizer, False),
+            ("train.shard_optimizer", not self.shares_state and config.train.shard_optimizer, False),
             ("distributed.elastic", config.distributed.elastic, None),
         ):
             if value != plain:
                 raise UsageError(
                     f"{setting} {value} does not go with a model in stages or shards: leave it out"
                 )
+        if self.tensor > 1 and config.optim.optimizer == "muon":
+            raise UsageError(
+                f"optim.optimizer muon does not go with parallel.tensor {self.tensor}: it reads whole "
+                "matrices; choose --optim.optimizer adamw, or use parallel.shard"
+            )
         if self.pipeline > 1 and config.model.activation_checkpointing:
             raise UsageError(
                 "model.activation_checkpointing does not go with parallel.pipeline: stages are made of an "
@@ -260,7 +279,12 @@ class StagesConfig:
     @property
     def splits(self) -> bool:
         """True if a worker holds less than the whole model."""
-        return self.pipeline > 1 or self.shard
+        return self.replica_size > 1 or self.shard
+
+    @property
+    def shares_state(self) -> bool:
+        """True if replicas have whole copies of the optimizer's state that they may divide."""
+        return not self.shard and self.tensor == 1
 
     def divide(
         self, sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"

@@ -36,14 +36,15 @@ Lower = Callable[[], AbstractContextManager[object]]
 
 
 def make_mesh(
-    device_type: str, *, pipeline: int, data: int = 1, placement_strategy: str = "cluster"
+    device_type: str, *, pipeline: int, data: int = 1, tensor: int = 1, placement_strategy: str = "cluster"
 ) -> DeviceMesh:
     """Return a mesh of all workers with the axes ``pp`` (stages) and ``dp`` (replicas).
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``.
         pipeline: ranks of a pipeline.
-        data: replicas; ``pipeline * data`` is the number of workers.
+        data: replicas; ``pipeline * data * tensor`` is the number of workers.
+        tensor: neighbouring ranks over which layers are divided; more than one are a last axis ``tp``.
         placement_strategy: ``"cluster"``: the ranks of a pipeline are neighbours, so that one host holds
             whole pipelines if it can. ``"spread"``: replicas are neighbours, and a pipeline spans hosts.
 
@@ -58,14 +59,15 @@ def make_mesh(
         ('dp', 'pp')
         >>> dist.destroy_process_group()
     """
-    if placement_strategy == "cluster":
-        return init_device_mesh(device_type, (data, pipeline), mesh_dim_names=("dp", "pp"))
-    if placement_strategy == "spread":
-        return init_device_mesh(device_type, (pipeline, data), mesh_dim_names=("pp", "dp"))
-    raise UsageError(
-        f"placement_strategy is {placement_strategy!r}; it must be 'cluster' or 'spread'."
-        f"{did_you_mean(placement_strategy, ('cluster', 'spread'))}"
-    )
+    if placement_strategy not in ("cluster", "spread"):
+        raise UsageError(
+            f"placement_strategy is {placement_strategy!r}; it must be 'cluster' or 'spread'."
+            f"{did_you_mean(placement_strategy, ('cluster', 'spread'))}"
+        )
+    axes = {"dp": data, "pp": pipeline} if placement_strategy == "cluster" else {"pp": pipeline, "dp": data}
+    if tensor > 1:
+        axes["tp"] = tensor
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def pipeline(

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.decide.rng import Stream, random_keys
@@ -92,7 +94,19 @@ class _NumberedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = random_keys(self._seed, Stream.STAGE_WEIGHTS, self._module, self._operation)
             torch.manual_seed(int(key[0]))
             self._operation += 1
+            if args and isinstance(args[0], DTensor):
+                return _draw_part(func, args[0], *args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _draw_part(func: Any, part: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """Fill this worker's part of a tensor in place with what the operation draws for the whole."""
+    local = part.to_local()
+    whole = torch.empty(part.shape, dtype=part.dtype, device=local.device)
+    func(whole, *args, **kwargs)
+    sizes, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+    local.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))])
+    return part
 
 
 def _default(model: nn.Module, name: str, module: nn.Module, allocated: set[int]) -> Initialise:

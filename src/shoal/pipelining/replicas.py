@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES
 
@@ -21,6 +22,20 @@ class ResidualWire(Protocol):
 
     def sum(self, buffer: Tensor, parameters: Iterable[Tensor]) -> Any:
         """Begin to replace float32 gradients, ``[N]``, by their sum; return a future for its end."""
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return this worker's part of a gradient that is there."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def place_gradient(parameter: nn.Parameter) -> None:
+    """Divide a gradient as its parameter is: torch leaves that of an embedding whole on each worker."""
+    own: Tensor = parameter
+    if isinstance(own, DTensor) and isinstance(own.grad, DTensor) and own.grad.placements != own.placements:
+        own.grad = own.grad.redistribute(placements=own.placements)
 
 
 class ReplicaSum:
@@ -50,9 +65,9 @@ class ReplicaSum:
         bucket: dict[nn.Parameter, Tensor] = {}
         num_bytes = 0
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is None:
+            if parameter.grad is None:
                 continue
+            gradient = local_gradient(parameter)
             if bucket and (
                 num_bytes + gradient.nbytes > self._bucket_bytes
                 or next(iter(bucket.values())).dtype != gradient.dtype

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal.decide.pipeline_simulator import Timeline
@@ -21,7 +22,7 @@ from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, num
 from shoal.pipelining.pipeline_plan import PipelinePlan
 from shoal.pipelining.process_groups import ProcessGroups
 from shoal.pipelining.random_streams import streams
-from shoal.pipelining.replicas import ReplicaSum
+from shoal.pipelining.replicas import ReplicaSum, place_gradient
 from shoal.pipelining.stage import StageModule
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.state_dict import ModelPart
@@ -305,16 +306,19 @@ class Pipeline:
 
     def _find_replicated(self) -> dict[int, set[nn.Parameter]]:
         """Return the parameters of each stage whose gradients no FSDP sums up."""
-        if self._groups.data_group is None:
+        mesh = self._groups.data_mesh
+        if mesh is None or self._groups.data_group is None:
             return {}
         return {
-            index: {parameter for parameter in runner.parameters() if not isinstance(parameter, DTensor)}
+            index: {parameter for parameter in runner.parameters() if not _is_sharded(parameter, mesh)}
             for index, runner in self._runners.items()
         }
 
     def _reduced(self, stage: int) -> None:
         """Begin to sum the gradients of a finished stage, except those that another stage here still adds
         to."""
+        for parameter in self._runners[stage].parameters():
+            place_gradient(parameter)
         mine = self._left.pop(stage, set())
         ready = mine.difference(*self._left.values())
         self._replicas.start([p for p in self._parameters.values() if p in ready])
@@ -336,6 +340,14 @@ class Pipeline:
         groups, schedule = self._groups, self.plan.schedule
         boxes = gather(self._tracer.boxes(), schedule, self._offset_s, groups.group, groups.device)
         self.traced = timeline_of(boxes, self.timeline, schedule.num_ranks)
+
+
+def _is_sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Return whether a parameter is divided over the workers of ``mesh``, and not only over others."""
+    if not isinstance(parameter, DTensor):
+        return False
+    own = parameter.device_mesh
+    return own == mesh or bool(set(mesh.mesh_dim_names or ()) & set(own.mesh_dim_names or ()))
 
 
 def _peers(plan: PipelinePlan, groups: ProcessGroups) -> dict[int, str]:

@@ -15,9 +15,9 @@ from operator import itemgetter
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.pipelining.process_groups import exchange
+from shoal.pipelining.replicas import local_gradient
 
 MOST_BYTES = 16 << 20
 """Of a message, if a row of the tensor has not more: the first rank holds one of each other rank."""
@@ -131,4 +131,4 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     """Return the gradient (of a sharded parameter, this rank's shard), zeros where backward left none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return local_gradient(parameter)

@@ -1,8 +1,9 @@
-"""Trains a language model divided over workers: pipeline stages, and shards of replicas.
+"""Trains a language model divided over workers: pipeline stages, layers in parts, and shards of replicas.
 
-It trains instead of a recipe's own script where ``parallel.pipeline`` or ``parallel.shard`` divides the
-model. Losses, weights and dropout are those of a run whose workers have the whole model, and a run continues
-in any layout. A recipe has a function ``divide``, which returns what is its own (:class:`Divided`).
+It trains instead of a recipe's own script where ``parallel.pipeline``, ``parallel.tensor`` or
+``parallel.shard`` divides the model. Losses, weights and dropout are those of a run whose workers have the
+whole model, and a run continues in any layout. A recipe has a function ``divide``, which returns what is its
+own (:class:`Divided`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shoal.data.loader import as_tensors
 from shoal.data.sources import ReaderSource
 from shoal.data.steps import Reader, evenly_spread
-from shoal.decide.batch import BatchPlan, BatchSizes
+from shoal.decide.batch import BatchPlan, BatchSizes, StagesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import AnySchedule, learning_rate, set_learning_rate
 from shoal.pipelining.runtime import Pipeline
@@ -90,9 +91,8 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
         ExitStack() as stack,
     ):
         own: Divided = recipe.divide(config, run)
-        pipeline = config.parallel.pipeline
         batch = config.parallel.plan(own.sizes, run.world.num_workers, section=own.section)
-        replica = run.world.rank // pipeline
+        replica_size = config.parallel.replica_size
 
         # ----------------------------------------------------------------------------------------- model
         example = _example(own, batch.worker_batch_size)
@@ -110,7 +110,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
             for split, reader in own.held_out.items():
-                scores, num_examples = evaluate(stage, reader, own, run, batch, replica)
+                scores, num_examples = evaluate(stage, reader, own, run, batch, config.parallel)
                 run.evaluation(split, scores, num_samples=own.num_samples.get(split, num_examples))
 
         # ----------------------------------------------------------------------------------------- loop
@@ -119,7 +119,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
             batch,
             until=own.total_steps,
             targets=own.targets,
-            replica=(replica, batch.num_workers),
+            replica=(run.world.rank // replica_size, batch.num_workers),
             section=own.section,
             references=own.references,
             notes=own.notes,
@@ -128,7 +128,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
             with step:
                 for optimizer in optimizers.values():
                     set_learning_rate(optimizer, learning_rate(own.schedule, step.number - 1))
-                num_targets = step.num_targets / pipeline  # each stage has counted its replica's
+                num_targets = step.num_targets / replica_size  # each worker has counted its replica's
                 for inputs in step:  # one batch: the stage cuts it into micro-batches
                     stage.loss_scale = step.loss_scale
                     shared = _tensors(own.inputs(step.num_samples / num_targets))
@@ -143,7 +143,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
 
 
 def evaluate(
-    stage: Pipeline, reader: Reader, own: Divided, run: Run, batch: BatchPlan, replica: int
+    stage: Pipeline, reader: Reader, own: Divided, run: Run, batch: BatchPlan, parallel: StagesConfig
 ) -> tuple[dict[str, float], int]:
     """Return the scores of the held-out examples, and their number. A collective.
 
@@ -151,13 +151,14 @@ def evaluate(
     """
     chosen = evenly_spread(reader.num_examples, own.limit)
     totals = np.zeros(own.num_sums)
+    replica, of_tensor = run.world.rank // parallel.replica_size, run.world.rank % parallel.tensor
     for first in range(0, len(chosen), batch.global_batch_size):
         numbers = first + replica * batch.worker_batch_size + np.arange(batch.worker_batch_size)
         is_there = numbers < len(chosen)
         arrays = dict(reader.micro_batch(reader.batch(0, chosen[np.where(is_there, numbers, 0)])))
         own.blank(arrays, is_there)
         evaluation = stage.evaluate(**as_tensors(arrays, pin_memory=False), **_tensors(own.inputs(1.0)))
-        if evaluation.outputs is not None:  # on the workers of the last stage
+        if evaluation.outputs is not None and not of_tensor:  # on one worker of a replica's last stage
             sums = sum(output["sums"].double().cpu().numpy() for output in evaluation.outputs)
             totals += np.concatenate([sums, own.count(arrays)])
     return own.score(run.sum(totals.tolist()), len(chosen)), len(chosen)

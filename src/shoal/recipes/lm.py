@@ -325,6 +325,7 @@ def read_sizes(config: LmConfig, source: Path) -> "PreTrainedConfig":
         UsageError: it is no causal language model; a setting is not for it, or blocks are too long for it.
     """
     from shoal.models.causal import read_causal_config, set_dropout
+    from shoal.models.tensor_plan import check_tensor
 
     changes: dict[str, Any] = {}
     if config.model.vocab_size is not None:
@@ -338,6 +339,7 @@ def read_sizes(config: LmConfig, source: Path) -> "PreTrainedConfig":
     if config.model.dropout is not None:
         set_dropout(sizes, config.model.dropout)
     check_length(config.data.block_length, sizes, source)
+    check_tensor(sizes, config.parallel.tensor)
     if not source.is_dir() and config.data.path is not None:
         sizes.eos_token_id = sizes.bos_token_id = read_manifest(config.data, end_token_only=True).sep_id
     return sizes

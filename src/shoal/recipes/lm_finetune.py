@@ -232,11 +232,13 @@ def read_sizes(config: LmFinetuneConfig, source: Path) -> "PreTrainedConfig":
         UsageError: it is no causal language model, or has fewer positions than a row.
     """
     from shoal.models.causal import read_causal_config, set_dropout
+    from shoal.models.tensor_plan import check_tensor
 
     sizes = read_causal_config(source)
     lm.check_length(config.data.max_seq_length, sizes, source, "data.max_seq_length")
     if config.model.dropout is not None:
         set_dropout(sizes, config.model.dropout)
+    check_tensor(sizes, config.parallel.tensor)
     return sizes
 
 

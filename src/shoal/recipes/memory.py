@@ -143,6 +143,7 @@ def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines 
             global_batch=batch.global_batch_size,
             stages=parallel.pipeline,
             virtual=parallel.virtual_stages or 1,
+            tensor=parallel.tensor,
             shard=parallel.shard,
             sharded_optimizer=config.train.shard_optimizer,
         ),

@@ -25,6 +25,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.models.directory import model_type_of, refuse_pickles, save
 from shoal.models.t5 import T5
+from shoal.models.tensor_plan import divide_layers
 from shoal.optim.moments import clip_factor, model_norm, scale_all
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.pipeline_plan import PipelinePlan, plan_of
@@ -79,7 +80,11 @@ def open_stages(
         "stages": [parallel.virtual_stages, parallel.schedule, parallel.optimize],
         "torch": torch.__version__,
     }
-    mesh = make_mesh(run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers)
+    mesh = make_mesh(
+        run.world.device.type, pipeline=parallel.pipeline, data=batch.num_workers, tensor=parallel.tensor
+    )
+    if parallel.tensor > 1:
+        divide_layers(_inner(model)[1], mesh["tp"])
     stage = pipeline(
         model,
         example,

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -321,6 +322,8 @@ def _shown(key: str, names: list[str]) -> str:
 def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
     """Return the class, groups and entries that are not tensors; ``key`` is the optimizer's name in errors.
 
+    Groups that only tell shards from whole weights are merged, as :func:`merged` does those of workers.
+
     Raises:
         ShoalError: JSON cannot represent a value, or a parameter has no name.
     """
@@ -338,7 +341,10 @@ def values_of(optimizer: Optimizer, names: Names, key: str) -> Values:
         | {"params": [_name_of(parameter, names, key) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+    values: Values = {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
+    if len({isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)}) > 1:
+        values |= {"param_groups": _united(groups), "parts": 1}
+    return values
 
 
 def merged(parts: Sequence[Values]) -> Values:
