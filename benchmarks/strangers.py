@@ -31,8 +31,7 @@ ADDRESS = "127.0.0.1"
 MARK = b"SHOAL\0\0\4"
 """The beginning of a member's first message to a helper, of 40 bytes."""
 HELLO_BYTES = 40
-STORE_BYTES = 256
-"""The longest greeting that the store reads."""
+STORE_PROTOCOL = b"shoal-store-2"
 MOST_BYTES = 4096
 NUM_STRANGERS, QUICK_STRANGERS, WARM_UP = 5000, 1000, 100
 
@@ -76,7 +75,7 @@ def greeting(*, to_store: bool) -> bytes:
     """Return the words of a stranger, of the form of a member's, with a wrong HMAC."""
     if not to_store:
         return MARK + secrets.token_bytes(HELLO_BYTES - len(MARK))
-    return _message(secrets.token_bytes(32), secrets.token_bytes(32))
+    return _message(STORE_PROTOCOL, secrets.token_bytes(32), secrets.token_bytes(32))
 
 
 def _message(*fields: bytes) -> bytes:
@@ -123,12 +122,6 @@ def processor_us(pid: int) -> float:
     return total_ns / 1e3
 
 
-def ticks_us(pid: int) -> float:
-    """Return the processor time of a process whose threads end, in ticks of 10 ms."""
-    words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(words[11]) + int(words[12])) * 1e6 / os.sysconf("SC_CLK_TCK")
-
-
 def intrude(port: int, count: int, *, to_store: bool) -> None:
     for _ in range(count):
         with socket.create_connection((ADDRESS, port)) as connection:
@@ -147,12 +140,12 @@ def measure(bench: Benchmark) -> None:
         each = (processor_us(pid) - before) / count
         bench.limit("processor time for a stranger at a helper", each, 50, unit="us", formula="50")
     with store() as (pid, port):
-        most = bytes_until_cut(port, _message(bytes(32), bytes(STORE_BYTES - 44)))
+        most = bytes_until_cut(port, greeting(to_store=True))
         bench.limit("bytes read of a stranger at the store", most, 256, unit="bytes", formula="256")
         intrude(port, WARM_UP, to_store=True)
-        before = ticks_us(pid)
+        before = processor_us(pid)
         intrude(port, count, to_store=True)
-        each = (ticks_us(pid) - before) / count
+        each = (processor_us(pid) - before) / count
         bench.limit("processor time for a stranger at the store", each, 50, unit="us", formula="50")
 
 

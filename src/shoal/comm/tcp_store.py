@@ -19,7 +19,7 @@ from shoal.comm.engine import CommError
 from shoal.env import proof
 from shoal.errors import UsageError
 
-_PROTOCOL = b"shoal-store-1"
+_PROTOCOL = b"shoal-store-2"
 _MAX_STORED = 256 << 20
 _MAX_WAIT_S = 7 * 86400.0
 _RETRY_S = 0.05
