@@ -239,7 +239,7 @@ Raffel et al. 2020 (arXiv 1910.10683), section 3.1.2 and table 14. Had the posts
 long, their times would mean {needed} of the peak: that they trained longer is likelier, and the
 prediction cannot be judged. The gradients travel in 16 bits here, in buckets of 25 MiB: those of
 16-bit weights. `shoal plan t5-3b --cluster 256xp4d.24xlarge` plans the preset's million steps with fp32
-on the wire, as `shoal train` does, and so answers 8.9 days; with `--wire bf16` it answers 5.2 days."""
+on the wire, as `shoal train` does, and so answers 9.0 days; with `--wire bf16` it answers 5.3 days."""
 
 
 def page(facts: dict[str, Any], catalog: Catalog) -> str:

@@ -12,17 +12,15 @@ from shoal.planner.convergence import Convergence, Phase, at_any_batch, converge
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.planner.prediction import START_S, Part, RunTime, largest_micro_batch, run_time, seconds_by_cause
 from shoal.planner.recipe_workloads import workload
+from shoal.planner.search import bucket_bytes_of
 from shoal.planner.step_time import StepTime, achieved_flops_for, step_time
 from shoal.recipes.workloads import count_recipe, preset_of
-
-MIB = 1 << 20
 
 
 def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
     """Return how the row's batch was spread, by its columns and by rules that see no row's value."""
     assert row.global_batch
     wire_bytes = 4 if row.precision in ("fp32", "tf32") else 2
-    trained = model.num_parameters * model.trainable / row.per_replica * wire_bytes
     micro: float | None = row.micro_batch
     if micro is None:
         micro = largest_micro_batch(
@@ -38,7 +36,7 @@ def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
         stages=row.pipeline,
         virtual=row.virtual,
         wire_bytes=wire_bytes,
-        bucket_bytes=max(25 * MIB, int(trained / 32)),
+        bucket_bytes=bucket_bytes_of(model, workers, per_replica=row.per_replica),
         sharded_optimizer=row.shard,
         scatters=row.shard,
         algorithm="two-hop" if row.two_hops else "ring",

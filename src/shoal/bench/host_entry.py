@@ -38,6 +38,8 @@ class HostEntry:
     tflops: dict[str, float]
     nic_gbit_per_s: float | None
     """None: no interface says its rate."""
+    is_cpu: bool = False
+    """The device is the host's processors."""
 
     def toml(self, name: str, date: str) -> str:
         """Return a catalog file with this host as ``name``."""
@@ -45,6 +47,7 @@ class HostEntry:
         of_nic = "the rate of its interface" if self.nic_gbit_per_s else "the network is assumed"
         rates = ", ".join(f"{key} = {value:.4g}" for key, value in self.tflops.items())
         source = json.dumps(f"measured on {date}: one large product and one large copy on {self.device}")
+        of_cpu = "cpu = true\n" if self.is_cpu else ""
         network = json.dumps(f"{of_nic}; measure it with shoal bench comm")
         return (
             f"[accelerator.{json.dumps(name)}]\n"
@@ -52,7 +55,8 @@ class HostEntry:
             f"memory_gbyte_per_s = {self.memory_gbyte_per_s:.4g}\n"
             f"clock_ghz = {self.clock_ghz:.4g}\n"
             f"tflops = {{ {rates} }}\n"
-            f"source = {source}\n\n"
+            f"source = {source}\n"
+            f"{of_cpu}\n"
             f"[instance.{json.dumps(name)}]\n"
             f"accelerator = {json.dumps(name)}\n"
             f"num_accelerators = {self.num_devices}\n"
@@ -85,6 +89,7 @@ def measure_host() -> HostEntry:
         clock_ghz=properties.clock_rate / 1e6 if properties else _cpu_ghz(),
         tflops={key: matmul_flops_per_s(device, dtype) / 1e12 for key, dtype in types.items()},
         nic_gbit_per_s=nic_gbit_per_s(),
+        is_cpu=not on_gpu,
     )
 
 

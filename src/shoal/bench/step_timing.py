@@ -68,6 +68,8 @@ class TrainResult:
     """On a GPU the same of later steps that wait for it after each part: what its work takes by itself."""
     peak_memory_bytes: int
     """Peak of the main worker: allocated by torch on a GPU, else resident memory of the process."""
+    counted_memory_bytes: int | None = None
+    """Memory of the main worker as dry runs and plans count it, without the process and its libraries."""
     alloc_retries: int | None = None
     """Times that torch freed its cache on the main worker's GPU, which take long."""
     flops_per_sample: float
@@ -115,6 +117,7 @@ class TrainResult:
         if self.num_stages > 1:
             copies = f"{replicas} × a pipeline of {self.num_stages}"
         retries = f", the allocator freed its cache {self.alloc_retries} times" if self.alloc_retries else ""
+        counted = formatting.size(self.counted_memory_bytes) if self.counted_memory_bytes else ""
         spread = f"{time_text(min(self.samples_s))} to {time_text(max(self.samples_s))}"
         return [
             f"{self.recipe}, {self.num_parameters:,} parameters, {self.unit}{tokens}, {self.precision}, on "
@@ -127,6 +130,7 @@ class TrainResult:
             f"  time          {_shares(self.parts_s)}",
             *([] if self.parts_apart_s is None else [f"  with waits    {_shares(self.parts_apart_s)}"]),
             f"  peak memory   {formatting.size(self.peak_memory_bytes)}{retries}",
+            *([f"  by count      {counted}: weights, gradients, optimizer, activations"] if counted else []),
             f"  FLOPs         {self.flops_per_sample / 1e9:,.4g} GFLOP per sample, "
             f"{self.flops_per_s / 1e12:.4g} TFLOP/s per device",
             f"  utilisation   {100 * self.utilisation:.1f} % of the "

@@ -18,21 +18,26 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from shoal import formatting
 from shoal.bench.host_entry import matmul_flops_per_s
 from shoal.bench.step_timing import TrainBench, TrainResult
-from shoal.cli.fill_memory import find_largest, is_on_cpu, least_of_hosts, with_batch
+from shoal.cli.fill_memory import SPARE, find_largest, is_on_cpu, least_of_hosts, with_batch
 from shoal.cli.settings import settings_from, this_command
-from shoal.decide.batch import known_size
+from shoal.decide.batch import BatchPlan, StagesConfig, known_size
+from shoal.decide.footprint import Footprint
+from shoal.decide.largest import MOST, largest_that_fits
 from shoal.env.launcher import worker_env
+from shoal.env.settings import MEMORY, worker_memory
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.host_rendezvous import HostGroup
-from shoal.planner.hardware import peak_flops_per_s
+from shoal.planner.hardware import Machines, peak_flops_per_s
 from shoal.recipes import RECIPES, script
-from shoal.recipes.memory import sample_bytes_of
+from shoal.recipes.memory import MemoryCount, memory_by_batch, memory_of, usable_bytes
 from shoal.recipes.start import Launch, start
 from shoal.recipes.workloads import flops_per_sample, model_to_finetune, with_new_model, workload_name
 from shoal.record import Start, Step, read_record
+from shoal.train.config import parse_bytes
 
 bench_train = App(
     name="train",
@@ -151,7 +156,7 @@ def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title
         if worker_env() is not None:
             raise UsageError("--fill-memory starts its workers itself: start it without torchrun or mpirun")
         if launch.dry_run:
-            print(f"would look for the largest micro-batch of {title}")
+            print("\n".join(_search_lines(name, settings, launch, options, title=title, model=model)))
             return EXIT_OK
         largest = partial(
             find_largest,
@@ -159,7 +164,7 @@ def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title
             options,
             unit=settings.unit,
             on_cpu=is_on_cpu(settings),
-            sample_bytes=partial(_sample_bytes, name, settings, model),
+            sample_bytes=partial(_sample_bytes, name, settings, options, model, launch.counts()[1]),
         )
         if launch.nnodes == 1:
             command = with_batch(command, largest())
@@ -170,17 +175,80 @@ def _run(name: str, settings: Any, launch: Launch, options: TrainBench, *, title
             launch,
             command=command,
             run_dir=Path(folder),
-            describe=lambda _: [f"would time {options.steps} steps of {title}"],
+            describe=lambda num_workers: [
+                f"would time {options.steps} steps of {title}",
+                *(
+                    _batch_lines(name, settings, launch, options, model, num_workers)
+                    if launch.dry_run
+                    else []
+                ),
+            ],
             work=lambda worker: measure(name, settings, worker, options, title=title, model=model),
             settle=settle,
         )
 
 
-def _sample_bytes(name: str, settings: Any, model: str) -> float:
-    """Count the memory that a sample of a micro-batch adds."""
+# ------------------------------------------------------------------------------------------------- memory
+
+
+def _batch_lines(
+    name: str, settings: Any, launch: Launch, options: TrainBench, model: str, num_workers: int
+) -> list[str]:
+    """Return the lines of a dry run about the batch and the memory of a worker."""
+    with _complete(settings, model) as config:
+        batch = batch_of(config, options, num_workers)
+        memory = MemoryCount(launch.machines).memory_line(config, (script(name).sample(config), batch))
+        return [f"batch        {batch}", memory]
+
+
+def _search_lines(
+    name: str, settings: Any, launch: Launch, options: TrainBench, *, title: str, model: str
+) -> list[str]:
+    """Return the lines of a dry run about the largest micro-batch: what fits by count, if memory is known."""
+    lines = [f"would look for the largest micro-batch of {title}"]
+    limit_bytes = _known_limit(options, launch.machines)
+    if limit_bytes is None:
+        return lines
+    num_workers = math.prod(launch.counts())
+    with _complete(settings, model) as config:
+        count = memory_by_batch(script(name).sample(config), config, launch.machines)
+
+        def needed(size: int) -> Footprint:
+            return count(batch_of(config, options, num_workers, size))
+
+        size = largest_that_fits(
+            lambda tried: needed(tried).total_bytes, limit_bytes, most=options.batch or MOST
+        )
+    unit, limit = settings.unit, formatting.size(limit_bytes)
+    if not size:
+        return [*lines, f"by count, not one of the {unit} fits into {limit}: {needed(1)}"]
+    return [*lines, f"by count, {size} {unit} fit into {limit}: {needed(size)}"]
+
+
+def _known_limit(options: TrainBench, machines: Machines | None) -> float | None:
+    """Return the memory that a worker may use, as far as it is known before the first trial."""
+    memory, called = (options.memory, "--memory") if options.memory else (worker_memory(), MEMORY)
+    if memory is not None:
+        return (1 - SPARE) * parse_bytes(memory, called)
+    return None if machines is None else usable_bytes(machines)
+
+
+@contextmanager
+def _complete(settings: Any, model: str) -> Iterator[Any]:
+    """Provide the settings with a new model to finetune, if there is one to make."""
+    if not model:
+        yield settings
+        return
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        config = with_new_model(settings, Path(folder), model) if model else settings
-        return sample_bytes_of(script(name).sample(config), config)
+        yield with_new_model(settings, Path(folder), model)
+
+
+def _sample_bytes(name: str, settings: Any, options: TrainBench, model: str, num_workers: int) -> float:
+    """Count the memory that a sample of a micro-batch adds."""
+    with _complete(settings, model) as config:
+        count = memory_by_batch(script(name).sample(config), config)
+        one, two = (count(batch_of(config, options, num_workers, size)).total_bytes for size in (1, 2))
+        return two - one
 
 
 def _least_batch(command: list[str], largest: Callable[[], int], group: HostGroup) -> list[str]:
@@ -203,10 +271,7 @@ def timed_settings(
     """
     if model:
         config = with_new_model(config, folder, model)
-    section = config.phases[0][0] if hasattr(config, "phases") else "train"
-    sizes = getattr(config, section)
-    default = min(_LARGEST_DEFAULT, sizes.global_batch_size)
-    micro_batch_size = options.batch or known_size(sizes.micro_batch_size, section=section) or default
+    batch = batch_of(config, options, num_workers)
     num_steps = options.warm_up + options.steps
     changes: dict[str, dict[str, Any]] = {
         "optim": _WITHOUT_WARMUP,
@@ -217,12 +282,12 @@ def timed_settings(
             "log_frequency": 1,
             "save": False,
             "validation_frequency": num_steps,
-            "validation_samples": micro_batch_size,
+            "validation_samples": batch.micro_batch_size,
         },
-        section: {
+        _section_of(config): {
             **_WITHOUT_WARMUP,
-            "micro_batch_size": micro_batch_size,
-            "global_batch_size": micro_batch_size * _micro_batches_a_step(config, options, num_workers),
+            "micro_batch_size": batch.micro_batch_size,
+            "global_batch_size": batch.global_batch_size,
             "total_steps": num_steps,
         },
     }
@@ -238,13 +303,33 @@ def _changed(section: Any, values: dict[str, Any]) -> Any:
     return replace(section, **{name: value for name, value in values.items() if name in known})
 
 
-def _micro_batches_a_step(config: Any, options: TrainBench, num_workers: int) -> int:
-    """Return the micro-batches of a step on all workers; of a pipeline 4 a stage if none are named."""
-    parallel = getattr(config, "parallel", None)
-    replicas = parallel.replicas(num_workers) if parallel else num_workers
-    pipelined = 4 * parallel.pipeline if parallel and parallel.pipeline > 1 else 1
-    accumulate: int = options.accumulate or (parallel.micro_batches if parallel else None) or pipelined
-    return accumulate * replicas
+def _section_of(config: Any) -> str:
+    """Return the section of the settings that has the batch."""
+    section: str = config.phases[0][0] if hasattr(config, "phases") else "train"
+    return section
+
+
+def batch_of(config: Any, options: TrainBench, num_workers: int, size: int | None = None) -> BatchPlan:
+    """Return the batch of a timed step on all workers; of a pipeline 4 micro-batches a stage by default.
+
+    Args:
+        size: samples of a micro-batch; default: those of the command, else of the settings.
+    """
+    section, parallel = _section_of(config), getattr(config, "parallel", StagesConfig())
+    sizes = getattr(config, section)
+    size = size or options.batch or known_size(sizes.micro_batch_size, section=section)
+    size = size or min(_LARGEST_DEFAULT, sizes.global_batch_size)
+    pipelined = 4 * parallel.pipeline if parallel.pipeline > 1 else 1
+    accumulate: int = options.accumulate or parallel.micro_batches or pipelined
+    replicas = parallel.replicas(num_workers)
+    return BatchPlan(
+        global_batch_size=size * accumulate * replicas,
+        micro_batch_size=size,
+        num_workers=replicas,
+        accumulation_steps=accumulate,
+        unit=config.unit,
+        replicas=parallel.splits,
+    )
 
 
 def steps_apart(config: Any, options: TrainBench) -> int:
@@ -374,6 +459,13 @@ def read_result(name: str, config: Any, options: TrainBench, title: str) -> Trai
     device = torch.device("cpu" if start.device.startswith("CPU") else "cuda")
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     parallel, sample = getattr(config, "parallel", None), script(name).sample(config)
+    replicas = parallel.replicas(start.num_workers) if parallel else start.num_workers
+    batch = BatchPlan(
+        global_batch_size=start.global_batch_size,
+        micro_batch_size=start.micro_batch_size,
+        num_workers=replicas,
+        accumulation_steps=start.global_batch_size // (start.micro_batch_size * replicas),
+    )
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[start.precision]
     return TrainResult(
         recipe=title,
@@ -389,6 +481,7 @@ def read_result(name: str, config: Any, options: TrainBench, title: str) -> Trai
         parts_s={part: sum(row.parts_s[part] for row in timed) / len(timed) for part in timed[0].parts_s},
         parts_apart_s=apart.parts_s if apart else None,
         peak_memory_bytes=timed[-1].peak_memory_bytes,
+        counted_memory_bytes=memory_of(sample, config, batch).total_bytes,
         alloc_retries=torch.cuda.memory_stats()["num_alloc_retries"] if num_apart else None,
         flops_per_sample=flops_per_sample(sample),
         matmul_flops_per_s=matmul_flops_per_s(device, dtype),

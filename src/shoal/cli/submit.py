@@ -370,7 +370,7 @@ def _check_instance(job: SageMakerJob) -> int:
     from shoal.planner.hardware import Catalog
 
     known = Catalog().instances.get(job.instance.removeprefix("ml."))
-    num_gpus = known.num_accelerators if known is not None and known.accelerator is not None else 0
+    num_gpus = 0 if known is None or known.is_cpu else known.num_accelerators
     if 0 < num_gpus < (job.workers_per_host or 0):
         raise UsageError(
             f"--workers-per-host {job.workers_per_host} must be at most {num_gpus}, "

@@ -346,7 +346,9 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     from shoal.train.run_dir import recorded_backend
 
     num_hosts, num_local = launch.counts(config.run.hosts_apart)
-    device, num_here = config.distributed.device, num_local if launch.machines else num_gpus()
+    device, num_here = config.distributed.device, num_gpus()
+    if launch.machines:
+        num_here = 0 if launch.machines.instance.is_cpu else num_local
     servers = getattr(config, "servers", None)
     return planned_backend(
         Situation(

@@ -67,6 +67,8 @@ class Workload:
     """The model whose activations overflow in fp16, if it is one."""
     work_spread: float = 0.0
     """Standard deviation of a sample's work over its mean; 0: all samples have one size."""
+    input_s: float = 0.0
+    """Time of one core of a host to read a sample; 0: next to nothing."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -90,8 +92,13 @@ class Workload:
 
     @property
     def training_flops(self) -> float:
-        """Per sample: the backward pass computes two gradients for each forward product."""
-        return 3 * self.forward_flops
+        """Per sample: the backward pass has the gradients of inputs, and of the weights that are trained."""
+        return (2 + self.trainable) * self.forward_flops
+
+    @property
+    def backward_share(self) -> float:
+        """Share of the backward pass in the FLOPs."""
+        return (1 + self.trainable) / (2 + self.trainable)
 
 
 def gradient_buckets(

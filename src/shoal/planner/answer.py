@@ -110,9 +110,11 @@ def command_of(plan: Plan) -> list[str]:
         words += ["--distributed.wire", "bf16"]
     if layout.algorithm.startswith("two-hop"):
         words += ["--distributed.backend", "shoal"]
+    elif plan.workers.instance.is_cpu and plan.workers.count > 1:
+        words += ["--distributed.backend", "gloo"]
     words += ["--workers", f"{plan.workers.instance.num_accelerators}"]
-    if plan.workers.count > 1:
-        words += ["--nnodes", f"{plan.workers.count}", "--rdzv", "HOST:PORT"]
+    if (num_hosts := plan.workers.count + training.validation_hosts) > 1:
+        words += ["--nnodes", f"{num_hosts}", "--rdzv", "HOST:PORT"]
     return words
 
 

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Union
 
 from shoal.decide.epochs import Epochs, covering_steps
 from shoal.decide.workload import Workload
+from shoal.env.worker import num_training_hosts
 from shoal.errors import UsageError
 from shoal.planner.calibration import MeasuredComm, MeasuredTrain, read_measured
 from shoal.planner.convergence import Convergence, DataSet, Phase, at_any_batch, convergence_of
 from shoal.planner.goal import Goal
 from shoal.planner.hardware import ON_DEMAND, Catalog, Instance, Machines, require_accelerators, shipped
-from shoal.planner.prediction import START_S, Part, Plan, Training, achieved
+from shoal.planner.prediction import (
+    CHECKPOINT_EVERY_STEPS,
+    START_S,
+    Part,
+    Plan,
+    Training,
+    achieved,
+)
 from shoal.planner.recipe_workloads import Count, Preset, Presets, workload
 from shoal.planner.search import helpers_to_try, search
 
@@ -100,10 +108,12 @@ def plan(
     """
     if global_batch is not None and global_batch < 1:
         raise UsageError(f"the global batch (--global-batch) is {global_batch}; it must be at least 1")
+    preset = presets(model) if presets and isinstance(model, str) else None
+    validation_hosts = preset.validation_hosts if preset else 0
     hosts = _priced(workers, catalog, price)
     require_accelerators(hosts)
+    hosts = replace(hosts, count=num_training_hosts(hosts.count, validation_hosts))
     hosts, helping, trained = _with_measured(hosts, _helpers(helpers, hosts, Catalog(catalog)), measured)
-    preset = presets(model) if presets and isinstance(model, str) else None
     published = published and not (preset and preset.counted_as)  # throughputs of other samples
     speed = _Speed(samples_per_s=samples_per_s, trained=trained, published=published, count=count)
     if isinstance(model, str) and (preset or ":" not in model):
@@ -129,6 +139,8 @@ def plan(
         start_s=start_s,
         shard_optimizer=bool(preset and preset.shard_optimizer),
         has_stages=preset is None or preset.has_stages,
+        checkpoint_every_steps=preset.checkpoint_every_steps if preset else CHECKPOINT_EVERY_STEPS,
+        validation_hosts=validation_hosts,
         command=() if parts[0].convergence.target else _command(preset, sequence_length),
     )
     return search(training, hosts, helping, goal=goal, algorithms=algorithms, wire_bytes=wire_bytes)
@@ -337,9 +349,14 @@ def _phases(
 
 
 def _length_of(preset: Preset, phase: Phase, train_samples: float | None) -> Convergence:
-    """Return the length of a preset's phase, in samples that are known, else in those that are asked for."""
-    per_epoch = preset.data.num_examples if preset.data else None
-    per_epoch = per_epoch or shipped("convergence.toml").get(preset.model, {}).get("samples_per_epoch")
+    """Return the length of a preset's phase, in samples that are known, else in those that are asked for.
+
+    An epoch is one sample there. Evaluations are those of the preset.
+    """
+    data, known = preset.data, None
+    if data is None and preset.model in shipped("convergence.toml"):
+        known = convergence_of(preset.model)
+    per_epoch = data.num_examples if data else known and known.samples_per_epoch
     if train_samples is None and phase.steps is not None:
         amount, source = float(phase.steps * phase.batch), f"{phase.steps:,} steps of {preset.name}"
     elif train_samples is None and phase.epochs is not None and per_epoch:
@@ -348,12 +365,21 @@ def _length_of(preset: Preset, phase: Phase, train_samples: float | None) -> Con
         else:
             steps = Epochs(num_examples=per_epoch, global_batch_size=phase.batch).steps(phase.epochs)
         amount, source = float(steps * phase.batch), f"{phase.epochs:g} epochs of {preset.name}"
-        if preset.data:
-            source = f"{source}: {per_epoch:,} examples of {preset.data.name}"
+        if data:
+            source = f"{source}: {per_epoch:,} examples of {data.name}"
     else:
         return _fixed_length(preset.name, train_samples)
-    points = at_any_batch(amount)
-    return Convergence(name=preset.name, source=source, points=points, largest_batch=phase.batch)
+    every = phase.evaluate_every_steps * phase.batch or phase.evaluate_every_epochs * (per_epoch or 0)
+    num_evaluated = data.num_evaluated if data else known.evaluation_samples if known else 0
+    return Convergence(
+        name=preset.name,
+        source=source,
+        points=at_any_batch(amount),
+        largest_batch=phase.batch,
+        evaluate_every_epochs=amount if preset.evaluates_beside else min(every or amount, amount),
+        evaluation_samples=preset.evaluation_samples or num_evaluated,
+        evaluation_pause_s=known.evaluation_pause_s if known else 0.0,
+    )
 
 
 def _fixed_length(name: str, samples: float | None) -> Convergence:

@@ -21,6 +21,8 @@ class DataSet:
     """Of an example with special tokens; 0: examples are no texts, or fill their length."""
     token_spread: float = 0.0
     """Standard deviation of the tokens over their mean."""
+    num_evaluated: int = 0
+    """Examples for validation."""
     source: str
 
 
@@ -40,6 +42,10 @@ class Phase:
     """None: as :func:`shoal.decide.batch.plan_batch` divides a worker's share."""
     section: str = "train"
     """Section of the settings that has the batch."""
+    evaluate_every_steps: int = 0
+    """0: by epochs."""
+    evaluate_every_epochs: float = 0.0
+    """0, without steps too: at the end alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -41,6 +41,8 @@ class Accelerator:
     source: str
     capability: str = ""
     """Compute capability of a device for which current builds of torch have no kernels, such as 7.0."""
+    is_cpu: bool = False
+    """The processors of a host."""
 
     @property
     def precision(self) -> str:
@@ -72,7 +74,7 @@ class Instance:
 
     name: str
     accelerator: Accelerator | None
-    """None: a CPU host, which can run summation servers."""
+    """None: a host that can only run summation servers."""
     num_accelerators: int
     local_network: Network
     local_bytes_per_s: float
@@ -86,6 +88,15 @@ class Instance:
     """US dollars; None: not rented by the hour."""
     price_source: str
     source: str
+    cores: int | None = None
+    """Of the processors, which read samples; None: not known, and taken as enough."""
+    local_hosts: int = 1
+    """Hosts whose accelerators the local network connects."""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True of a host without a GPU, which can train on its processors and run summation servers."""
+        return self.accelerator is None or self.accelerator.is_cpu
 
     def precision(self, *, refuses_fp16: bool) -> str:
         """Return the type in which ``shoal train`` computes on the host, of a model that may refuse fp16."""
@@ -126,6 +137,22 @@ class Machines:
         return self.count * self.instance.num_accelerators
 
     @property
+    def domains(self) -> Machines:
+        """These accelerators as hosts of as many as the local network connects, spread evenly over them."""
+        count = math.ceil(self.count / self.instance.local_hosts)
+        if count == self.count:
+            return self
+        each, own = math.ceil(self.count / count), self.instance
+        instance = replace(
+            own,
+            num_accelerators=each * own.num_accelerators,
+            nic_bytes_per_s=each * own.nic_bytes_per_s,
+            flow_bytes_per_s=each * own.flow_bytes_per_s,
+            local_hosts=1,
+        )
+        return Machines(count=count, instance=instance)
+
+    @property
     def price_per_hour(self) -> float | None:
         price = self.instance.price_per_hour
         return None if price is None else self.count * price
@@ -138,7 +165,7 @@ def require_accelerators(machines: Machines) -> Accelerator:
     """Return the accelerator of the machines.
 
     Raises:
-        UsageError: they are CPU hosts, which can only help.
+        UsageError: they can only help.
     """
     if machines.instance.accelerator is None:
         raise UsageError(
@@ -231,18 +258,24 @@ class Catalog:
         return Machines(count=count, instance=self.instance(match[2]))
 
     def _instance(self, entry: _Entry) -> Instance:
-        on_device = {"accelerator", "num_accelerators", "local_network", "local_gbyte_per_s"}
+        on_device = {"num_accelerators", "local_network", "local_gbyte_per_s"}
         priced = {"price_per_hour", "price_source"}
-        has_device, is_priced = "accelerator" in entry.values, "unpriced" not in entry.values
+        accelerator = None
+        if "accelerator" in entry.values:
+            accelerator = entry.named("accelerator", self.accelerators)
+        has_device, is_priced = accelerator and not accelerator.is_cpu, "unpriced" not in entry.values
         required = {"nic_gbit_per_s", "network", "source"}
         required |= (on_device if has_device else set()) | (priced if is_priced else set())
-        entry.check_keys(required, {"flow_gbit_per_s", "unpriced", "market", *on_device, *priced})
+        optional = {"accelerator", "flow_gbit_per_s", "unpriced", "market", "cores", "local_hosts"}
+        entry.check_keys(required, {*optional, *on_device, *priced})
         has_cap = "flow_gbit_per_s" in entry.values
         price, price_source = self._price(entry)
         return Instance(
             name=entry.name,
-            accelerator=entry.named("accelerator", self.accelerators) if has_device else None,
-            num_accelerators=int(entry.number("num_accelerators")) if has_device else 0,
+            accelerator=accelerator,
+            num_accelerators=int(entry.number("num_accelerators"))
+            if has_device
+            else int(accelerator is not None),
             local_network=entry.named("local_network", self.networks) if has_device else _NO_NETWORK,
             local_bytes_per_s=entry.number("local_gbyte_per_s", 1e9) if has_device else math.inf,
             network=entry.named("network", self.networks),
@@ -251,6 +284,8 @@ class Catalog:
             price_per_hour=price,
             price_source=price_source,
             source=entry.values["source"],
+            cores=int(entry.number("cores")) if "cores" in entry.values else None,
+            local_hosts=int(entry.number("local_hosts")) if "local_hosts" in entry.values else 1,
         )
 
     def _price(self, entry: _Entry) -> tuple[float | None, str]:
@@ -287,7 +322,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(entry: _Entry) -> Accelerator:
-    entry.check_keys({"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}, {"capability"})
+    entry.check_keys(
+        {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}, {"capability", "cpu"}
+    )
     tflops = _Entry("", f"{entry.label}, tflops", entry.values["tflops"])
     tflops.check_keys({"fp32"}, {"tf32", "fp16", "bf16", "fp8"})
     return Accelerator(
@@ -298,6 +335,7 @@ def _accelerator(entry: _Entry) -> Accelerator:
         flops={key: tflops.number(key, 1e12) for key in tflops.values},
         source=entry.values["source"],
         capability=entry.values.get("capability", ""),
+        is_cpu=bool(entry.values.get("cpu", False)),
     )
 
 

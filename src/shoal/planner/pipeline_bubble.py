@@ -47,8 +47,8 @@ def bubble_s(
     shares = shares_of_stages(workload, schedule.num_stages)
     costs = [
         StageCost(
-            forward_s=share * stages * compute_s / 3,
-            backward_s=share * stages * compute_s * 2 / 3,
+            forward_s=share * stages * compute_s * (1 - workload.backward_share),
+            backward_s=share * stages * compute_s * workload.backward_share,
             relay_bytes=round(workload.relay_bytes * micro_batch),
         )
         for share in shares
@@ -70,7 +70,7 @@ def _link(
     The devices of a layer (``tensor``) relay a part each, over links of their own or over their host's NIC.
     A replica over several hosts uses the NIC at every cut, which is too slow where some stages share a host.
     """
-    instance = workers.instance
+    instance = workers.domains.instance
     if not workload.relay_bytes:
         return None
     if stages * tensor <= instance.num_accelerators:

@@ -33,6 +33,8 @@ ASSUMED_UTILISATION = 0.35
 (Chowdhery et al. 2022, arXiv 2204.02311, table 3, lists 21 to 46 %)."""
 START_S = 120.0
 """Default time from starting the processes to the first step."""
+CHECKPOINT_EVERY_STEPS = 1000
+"""Default for models without a recipe."""
 CHECKPOINT_BYTES = 12
 """Bytes per parameter: fp32 weight and two moments."""
 STAGING_BYTES_PER_S = 10e9
@@ -68,11 +70,13 @@ class Training:
     parts: tuple[Part, ...]
     start_s: float = START_S
     """From starting the hosts' processes to the first step: data, communicators, compilation."""
-    checkpoint_every_steps: int | None = 1000
+    checkpoint_every_steps: int | None = CHECKPOINT_EVERY_STEPS
     shard_optimizer: bool = False
     """The settings divide the optimizer's state over the replicas; else it is divided where it must be."""
     has_stages: bool = True
     """The model can be divided into stages of a pipeline."""
+    validation_hosts: int = 0
+    """Hosts that evaluate beside those that train; the run waits for its last evaluation there."""
     command: tuple[str, ...] = ()
     """Starts it, up to the options that a plan chooses; empty: no recipe trains it."""
 
@@ -115,8 +119,10 @@ class Plan:
 
     @property
     def hosts(self) -> str:
-        """The hosts that train, and the helpers."""
-        return f"{self.workers} + {self.helpers}" if self.helpers else f"{self.workers}"
+        """The hosts that train, those that evaluate, and the helpers."""
+        apart = self.training.validation_hosts
+        evaluating = f" + {apart} that evaluate{'s' if apart == 1 else ''}" if apart else ""
+        return f"{self.workers}{evaluating}{f' + {self.helpers}' if self.helpers else ''}"
 
     @property
     def seconds_by_cause(self) -> dict[str, float]:
@@ -133,6 +139,7 @@ def seconds_by_cause(steps: Sequence[StepTime], runs: Sequence[RunTime]) -> dict
         "stragglers": sum(run.num_steps * step.straggler_s for step, run in pairs),
         "several hosts": sum(run.num_steps * step.several_hosts_s for step, run in pairs),
         "network": sum(run.num_steps * step.exposed_s for step, run in pairs),
+        "input": sum(run.num_steps * step.input_s for step, run in pairs),
         "optimizer": sum(run.num_steps * step.optimizer_s for step, run in pairs),
         "start": sum(run.start_s for run in runs),
         "evaluation": sum(run.evaluations_s for run in runs),
@@ -164,6 +171,7 @@ def predict(
                 step_s=step.total_s,
                 per_replica=layout.per_replica,
                 start_s=0.0 if runs else training.start_s,
+                num_evaluators=training.validation_hosts * workers.instance.num_accelerators,
                 checkpoint_every_steps=training.checkpoint_every_steps,
             )
         )
@@ -181,7 +189,8 @@ def predict(
     total_s = sum(run.total_s for run in runs)
     alone = _alone(training.parts[0], workers, layouts[0])
     rate = training.parts[0].global_batch / steps[0].total_s
-    prices = [machines.price_per_hour for machines in (workers, helpers) if machines]
+    rented = replace(workers, count=workers.count + training.validation_hosts)
+    prices = [machines.price_per_hour for machines in (rented, helpers) if machines]
     return Plan(
         training=training,
         workers=workers,
@@ -307,9 +316,14 @@ def run_time(
     step_s: float,
     per_replica: int = 1,
     start_s: float = 0.0,
+    num_evaluators: int = 0,
     checkpoint_every_steps: int | None = None,
 ) -> RunTime:
-    """Predict a run to the target of the part's convergence, which gives epochs for the global batch."""
+    """Predict a run to the target of the part's convergence, which gives epochs for the global batch.
+
+    Args:
+        num_evaluators: accelerators that evaluate and do not train; 0: all that train.
+    """
     workload, convergence = part.workload, part.convergence
     samples = convergence.samples(part.global_batch)
     num_steps = math.ceil(samples / part.global_batch)
@@ -317,7 +331,8 @@ def run_time(
     num_evaluations = math.ceil(epochs / convergence.evaluate_every_epochs) if convergence.points else 0
     evaluations_s = 0.0
     if convergence.evaluation_samples:  # forward passes of the fullest replica, and the pause around them
-        most = math.ceil(convergence.evaluation_samples * per_replica / workers.num_accelerators)
+        evaluators = num_evaluators or workers.num_accelerators
+        most = math.ceil(convergence.evaluation_samples * per_replica / evaluators)
         each_s = workload.forward_flops / (part.achieved_flops * per_replica)
         forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
         evaluations_s = num_evaluations * (convergence.evaluation_pause_s + forward_s)

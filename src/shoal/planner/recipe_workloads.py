@@ -41,6 +41,13 @@ class Preset:
     shard_optimizer: bool = False
     has_stages: bool = True
     """The recipe can divide its model into stages of a pipeline."""
+    evaluation_samples: int = 0
+    """Of each evaluation; 0: those of the data set."""
+    evaluates_beside: bool = False
+    """Training waits for the last evaluation alone."""
+    validation_hosts: int = 0
+    """Hosts of the cluster that evaluate and do not train."""
+    checkpoint_every_steps: int | None = None
 
     @property
     def name(self) -> str:

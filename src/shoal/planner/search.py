@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from shoal.decide.batch import StagesConfig
 from shoal.decide.layout import RESERVED, Layout, footprint_of
 from shoal.decide.server_assignment import recommended_bucket_bytes
+from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.goal import Aim, Goal
 from shoal.planner.hardware import Instance, Machines, require_accelerators
@@ -135,12 +136,23 @@ def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout
             sharded_optimizer=shape.sharded,
             algorithm=shape.algorithm,
             wire_bytes=shape.wire_bytes,
-            bucket_bytes=recommended_bucket_bytes(
-                workers.count,
-                ranks_per_host=max(workers.instance.num_accelerators, 1),
-                gradient_bytes=4 * part.workload.num_parameters // stages,  # fp32, as DDP's buckets hold them
-            ),
+            bucket_bytes=bucket_bytes_of(part.workload, workers, per_replica=stages),
+            collectives_at_once=2 if workers.instance.is_cpu else 1,
         )
+
+
+def bucket_bytes_of(workload: Workload, workers: Machines, *, per_replica: int = 1) -> int:
+    """Return the size of the gradients' buckets of ``shoal train``.
+
+    Args:
+        per_replica: accelerators that hold one copy of the model.
+    """
+    trained = round(workload.num_parameters * workload.trainable)
+    return recommended_bucket_bytes(
+        workers.count,
+        ranks_per_host=max(workers.instance.num_accelerators, 1),
+        gradient_bytes=4 * trained // per_replica,  # fp32, as DDP's buckets hold them
+    )
 
 
 def search(
@@ -165,7 +177,7 @@ def search(
     """
     plans = [
         predict(training, workers, layouts, helping)
-        for algorithm in algorithms or ALGORITHMS
+        for algorithm in algorithms or algorithms_of(workers)
         for helping in (helpers if algorithm == WITH_HELPERS else (None,))
         for layouts in layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
     ]
@@ -179,12 +191,18 @@ def search(
     return sorted(plans, key=Aim(goal=goal).key)
 
 
+def algorithms_of(workers: Machines) -> Sequence[str]:
+    """Return the algorithms that the libraries of the hosts have: gloo, for processors, has rings alone."""
+    of_gpus = ("hierarchical-ring", "tree")
+    return [each for each in ALGORITHMS if not (workers.instance.is_cpu and each in of_gpus)]
+
+
 def helpers_to_try(workers: Machines, instances: Iterable[Instance]) -> list[Machines]:
     """Return sets of helper hosts: a quarter, a half and all of the number of workers' hosts.
 
     Of CPU hosts with a price, those are tried than which no other has as fast a network for less.
     """
-    priced = [each for each in instances if each.accelerator is None and each.price_per_hour is not None]
+    priced = [each for each in instances if each.is_cpu and each.price_per_hour is not None]
     useful = [
         each
         for each in priced

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.decide.layout import Layout
 from shoal.decide.workload import Workload, gradient_buckets
@@ -61,13 +61,15 @@ class StepTime:
     exposed_s: float
     """Communication that the backward pass does not hide."""
     optimizer_s: float
+    input_s: float
+    """Wait for samples, where the processors of a host take longer to read them than the rest takes."""
     micro_batches: int
     exchange: Exchange
     """Times count from the beginning of the step."""
 
     @property
     def total_s(self) -> float:
-        return self.computed_s + self.exposed_s + self.optimizer_s
+        return self.computed_s + self.exposed_s + self.optimizer_s + self.input_s
 
     @property
     def computed_s(self) -> float:
@@ -117,7 +119,7 @@ def step_time(
         )
     # With virtual stages, the last passes of each come at another time: gradients become ready over the
     # backward passes of the last ``stages`` micro-batches, not of one.
-    window_s = compute_s * 2 / 3 * (min(count, layout.stages) if layout.virtual > 1 else 1)
+    window_s = compute_s * workload.backward_share * (min(count, layout.stages) if layout.virtual > 1 else 1)
     # The samples of one replica are more work than those of another one, by less the more there are.
     spread = workload.work_spread / math.sqrt(max(share, 1.0))
     late = math.hypot(slowest(workers.num_accelerators, JITTER) - 1, slowest(replicas, spread) - 1)
@@ -137,17 +139,26 @@ def step_time(
         all_reduce, links = _all_reduce(workers, helpers, layout)
         gathered_s = exchange([(0.0, 2.0 * updated)], all_reduce, links).end_s
         updated *= workload.owned(replicas)
+    exposed_s = max(0.0, sent.end_s - computed_s) + gathered_s
+    optimizer_s = updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY)
     return StepTime(
-        forward_s=count * compute_s / 3,
-        backward_s=count * compute_s * 2 / 3,
+        forward_s=count * compute_s * (1 - workload.backward_share),
+        backward_s=count * compute_s * workload.backward_share,
         bubble_s=bubble_s,
         straggler_s=straggler_s,
         several_hosts_s=several_s,
-        exposed_s=max(0.0, sent.end_s - computed_s) + gathered_s,
-        optimizer_s=updated * workload.optimizer_bytes / (accelerator.memory_bytes_per_s * MEMORY_EFFICIENCY),
+        exposed_s=exposed_s,
+        optimizer_s=optimizer_s,
+        input_s=max(0.0, reading_s(workload, workers, layout) - computed_s - exposed_s - optimizer_s),
         micro_batches=count,
         exchange=sent,
     )
+
+
+def reading_s(workload: Workload, workers: Machines, layout: Layout) -> float:
+    """Return the time that the processors of a host take to read its samples of a step, in parallel to it."""
+    cores = workers.instance.cores or math.inf
+    return layout.global_batch / workers.count * workload.input_s / cores
 
 
 def _average(
@@ -177,6 +188,7 @@ def _all_reduce(
     workers: Machines, helpers: Machines | None, layout: Layout, bucket_bytes: float = math.inf
 ) -> tuple[Collective, Mapping[str, float]]:
     """Return the phases of averaging over the replicas, and the rates of the links."""
+    workers = workers.domains
     per_host = max(workers.instance.num_accelerators, 1)
     all_reduce = collective(
         layout.algorithm,
@@ -210,6 +222,7 @@ def served_s(
         window_s: end of the backward pass in which gradients become ready; 0: all are sent at its end.
         copies: workers have a copy of what helpers keep.
     """
+    workers = workers.domains
     buckets = gradient_buckets(workload.layers, layout.bucket_bytes, 4 * workload.trainable)
     algorithm = "two-hop-helpers" if helpers else "two-hop"
     phases = collective(algorithm, workers, helpers, copies=copies).phases
@@ -286,11 +299,15 @@ def achieved_flops_for(
 def achieved_flops_of(workload: Workload, host: Machines, layout: Layout, samples_per_s: float) -> float:
     """Return the FLOP/s of an accelerator at which ``layout`` on one host gives a throughput.
 
+    The host is taken to read its samples fast enough.
+
     Raises:
         UsageError: no such rate exists.
     """
 
+    unread = replace(host, instance=replace(host.instance, cores=None))
+
     def rate(flops: float) -> float:
-        return layout.global_batch / step_time(workload, host, layout, achieved_flops=flops).total_s
+        return layout.global_batch / step_time(workload, unread, layout, achieved_flops=flops).total_s
 
     return achieved_flops_for(samples_per_s, rate, peak=require_accelerators(host).peak("fp16"))

@@ -116,6 +116,8 @@ class Sample:
     """Kernels of a step that depend on data, which do not run on the meta device."""
     work_spread: float = 0.0
     """Standard deviation of a sample's work over its mean; 0: all samples have one size."""
+    input_s: float = 0.0
+    """Time of one core to read a sample; 0: next to nothing."""
 
     @property
     def num_parameters(self) -> int:

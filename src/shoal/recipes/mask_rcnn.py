@@ -1021,6 +1021,8 @@ one real image on the CPU, less the dense ones."""
 AREA_SPREAD = 0.1
 """Of COCO's images at this size: standard deviation of the area over its mean, 0.102 to 0.107 in samples of
 50 and 100 images of train2017, val2017 and val2014."""
+READ_S = 1 / 68.9
+"""One core of an EPYC reads 68.9 images of COCO a second (``benchmarks.detection_loader``, 2026-11-21)."""
 
 
 def count_categories(config: MaskRCNNTrainConfig) -> int:
@@ -1048,6 +1050,7 @@ def sample(config: MaskRCNNTrainConfig) -> Sample:
         num_samples=2,
         more_operations=DATA_OPERATIONS,
         work_spread=AREA_SPREAD,
+        input_s=READ_S,
     )
 
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +119,12 @@ def precision_of(config: Any, machines: Machines | None) -> tuple[str, str]:
     """Return the precision of a training on these hosts, and the type of its device."""
     if machines is None:
         return precision_here(config)
+    device_type = "cpu" if machines.instance.is_cpu else "cuda"
     if config.train.precision != "auto":
-        return config.train.precision, "cuda"
+        return config.train.precision, device_type
     servers = getattr(config, "servers", ServersConfig())
     no_fp16 = refuses_fp16(config, config.train, config.distributed, servers)
-    return machines.instance.precision(refuses_fp16=bool(no_fp16)), "cuda"
+    return machines.instance.precision(refuses_fp16=bool(no_fp16)), device_type
 
 
 def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines | None = None) -> Footprint:
@@ -133,34 +134,38 @@ def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines 
         batch: ``train.shard_optimizer`` and ``parallel.shard`` divide state among its workers, or replicas.
         machines: hosts of the catalog; ``None``: this one.
     """
+    return memory_by_batch(sample, config, machines)(batch)
+
+
+def memory_by_batch(
+    sample: Sample, config: Any, machines: Machines | None = None
+) -> Callable[[BatchPlan], Footprint]:
+    """Return :func:`memory_of` as a function of the batch, for which the forward pass is counted once."""
     precision, device_type = precision_of(config, machines)
     parallel = getattr(config, "parallel", StagesConfig())
     has_kernels = False if parallel.pipeline > 1 and getattr(config, "explicit_stages", False) else None
     activations = activations_of(sample, precision, device_type, has_kernels=has_kernels)
-    return footprint_of(
-        _counted(sample, config, activations, precision, parallel.pipeline),
-        Layout(
-            global_batch=batch.global_batch_size,
-            stages=parallel.pipeline,
-            virtual=parallel.virtual_stages or 1,
-            tensor=parallel.tensor,
-            shard=parallel.shard,
-            sharded_optimizer=config.train.shard_optimizer,
-        ),
-        micro_batch=batch.micro_batch_size,
-        num_micro_batches=batch.accumulation_steps,
-        replicas=batch.num_workers,
-        precision=precision,
-        gathered=sample.gathered if parallel.pipeline == 1 else 1.0,
-    )
+    counted = _counted(sample, config, activations, precision, parallel.pipeline)
 
+    def of_batch(batch: BatchPlan) -> Footprint:
+        return footprint_of(
+            counted,
+            Layout(
+                global_batch=batch.global_batch_size,
+                stages=parallel.pipeline,
+                virtual=parallel.virtual_stages or 1,
+                tensor=parallel.tensor,
+                shard=parallel.shard,
+                sharded_optimizer=config.train.shard_optimizer,
+            ),
+            micro_batch=batch.micro_batch_size,
+            num_micro_batches=batch.accumulation_steps,
+            replicas=batch.num_workers,
+            precision=precision,
+            gathered=sample.gathered if parallel.pipeline == 1 else 1.0,
+        )
 
-def sample_bytes_of(sample: Sample, config: Any) -> float:
-    """Return the memory of a worker on this host that each sample of a micro-batch adds.
-
-    A stage of p keeps p micro-batches of a p-th of the layers: as much as the whole model of one.
-    """
-    return activations_of(sample, *precision_of(config, None)).sample_bytes
+    return of_batch
 
 
 def _counted(sample: Sample, config: Any, activations: Activations, precision: str, stages: int) -> Workload:

@@ -904,6 +904,11 @@ IMAGENET_CLASSES = 1000
 """Classes of a model whose data is not named."""
 
 
+READ_S = 110 / 132 / 359
+"""Of ImageNet's images, 110 kB on average, into 224 × 224 pixels: one core of an EPYC reads 359 images of
+132 kB a second (``benchmarks.image_loader``, 2026-11-27)."""
+
+
 def sample(config: ResNetTrainConfig) -> Sample:
     """Return two images and the network, without data."""
     import torch
@@ -918,6 +923,7 @@ def sample(config: ResNetTrainConfig) -> Sample:
         inputs={"images": torch.empty(2, 3, size, size, device="meta")},
         loss=lambda model, inputs: model(inputs["images"]).sum(),
         num_samples=2,
+        input_s=READ_S * (size / 224) ** 2,
     )
 
 

@@ -33,8 +33,9 @@ T = TypeVar("T")
 
 
 def flops_per_sample(sample: Sample) -> float:
-    """Return the FLOPs of the matrix products of one sample, forward and backward."""
-    return 3 * sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
+    """Return the FLOPs of the matrix products of one sample, forward and backward, as workloads have them."""
+    forward = sum(flops for _, _, flops in profile_of(sample).layers) / sample.num_samples
+    return (2 + sample.num_trainable / sample.num_parameters) * forward
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -145,6 +146,8 @@ def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) 
             sequence_length=getattr(sizes, length) if section != "train" else None,
             micro_batch=None if sizes.micro_batch_size == "auto" else sizes.micro_batch_size,
             section=section,
+            evaluate_every_steps=getattr(config.run, "validation_frequency", 0) or 0,
+            evaluate_every_epochs=getattr(getattr(config, "validation", None), "every_epochs", 0.0),
         )
         for section, sizes in getattr(config, "phases", [("train", config.train)])
     ]
@@ -158,6 +161,10 @@ def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) 
         precision=getattr(config.train, "precision", "auto"),
         shard_optimizer=config.train.shard_optimizer,
         has_stages=_has_stages(config),
+        evaluation_samples=getattr(config.run, "validation_samples", 0),
+        evaluates_beside=config.run.evaluates_beside,
+        validation_hosts=config.run.hosts_apart,
+        checkpoint_every_steps=config.run.checkpoint_frequency if config.run.save else None,
     )
 
 
@@ -358,6 +365,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         explicit_stages=getattr(config, "explicit_stages", False),
         refuses_fp16=getattr(config, "refuses_fp16", ""),
         work_spread=sample.work_spread,
+        input_s=sample.input_s,
     )
     return replace(workload, num_kernels=workload.num_kernels + sample.more_operations)
 
@@ -399,7 +407,7 @@ def _as_json(workload: Workload) -> str:
     kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
     tree |= {"layers": layers, "activations": kept}
-    for name in ("equal_shares", "explicit_stages", "refuses_fp16", "work_spread"):
+    for name in ("equal_shares", "explicit_stages", "refuses_fp16", "work_spread", "input_s"):
         if not tree[name]:
             del tree[name]
     return json.dumps(tree, separators=(",", ":"))

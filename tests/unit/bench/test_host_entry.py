@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -42,6 +43,10 @@ def test_an_entry_is_read_as_it_was_measured(tmp_path: Path) -> None:
     assert "the network is assumed" in Catalog([path]).instance("mine").source
     found = plan("albert-tiny", "1xmine", global_batch=64, catalog=[path])[0]
     assert found.training.parts[0].precision == "fp32"
+    assert not Catalog([path]).instance("mine").is_cpu
+    path.write_text(replace(entry(), is_cpu=True).toml("mine", "2026-11-28"))
+    mine = Catalog([path]).instance("mine")
+    assert mine.is_cpu and mine.num_accelerators == 1, "a worker has all processors of its host"
 
 
 def test_the_fastest_interface_that_says_its_rate(tmp_path: Path) -> None:

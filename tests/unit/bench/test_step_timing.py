@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,9 +16,13 @@ import pytest
 import torch
 
 from shoal.bench.step_timing import KIND, TrainBench, TrainResult
-from shoal.cli.bench_train import command_for, synchronised, timed_settings, with_few_lines
-from shoal.errors import UsageError
+from shoal.cli.app import main
+from shoal.cli.bench_train import batch_of, command_for, synchronised, timed_settings, with_few_lines
+from shoal.decide.footprint import Footprint
+from shoal.errors import EXIT_OK, UsageError
+from shoal.planner.hardware import Catalog
 from shoal.recipes import script
+from shoal.recipes.memory import memory_by_batch
 from shoal.recipes.resnet50 import ResNetTrainConfig, make_plan
 from shoal.recipes.workloads import flops_per_sample, preset_settings, with_new_model
 from shoal.train.config import ParallelConfig
@@ -93,13 +98,44 @@ def test_lines_and_file_say_the_same(tmp_path: Path) -> None:
     assert "MFU           12.5 %, of the data sheet's 512 TFLOP/s" in on_gpus
     assert "32 sequences × 2 × 2 × a pipeline of 2 = 128" in on_gpus
     assert "forward 33 %, backward 67 %" in text and "other" not in text
-    assert "with waits" not in text and "allocator" not in text
+    assert "with waits" not in text and "allocator" not in text and "by count" not in text
+    counted = "\n".join(replace(MADE, counted_memory_bytes=3 << 20).lines())
+    assert "by count      3 MiB: weights, gradients, optimizer, activations" in counted
     apart = replace(MADE, parts_apart_s={"forward": 1.0, "optimizer": 3.0}, alloc_retries=2)
     text = "\n".join(apart.lines())
     assert "with waits    forward 25 %, optimizer 75 %" in text and "freed its cache 2 times" in text
     MADE.write(tmp_path / "run.json")
     read = json.loads((tmp_path / "run.json").read_text())
     assert read["kind"] == KIND and read["samples_per_s"] == 512 and read["samples_s"] == [0.5, 0.25, 4.0]
+
+
+def test_a_dry_run_says_the_batch_and_the_memory_as_a_training_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    config, machines = preset_settings("albert", "tiny"), Catalog().machines("2xp4d.24xlarge")
+    count = memory_by_batch(script("albert").sample(config), config, machines)
+
+    def said(*words: str) -> str:
+        command = ("bench", "train", "albert", "--preset", "tiny", "--dry-run", "--cluster", f"{machines}")
+        monkeypatch.setattr(sys, "argv", ["shoal", *command, *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == EXIT_OK
+        return capsys.readouterr().out
+
+    def memory_of(size: int) -> Footprint:
+        return count(batch_of(config, TrainBench(), num_workers=16, size=size))
+
+    timed = said("--batch", "8", "--accumulate", "2")
+    assert "batch        8 sequences × 2 accumulation steps × 16 workers = 256 sequences a step" in timed
+    assert f"memory       {memory_of(8)}\n" in timed
+    found = re.search(r"by count, (\d+) sequences fit into 36 GiB: (.*)\n", said("--fill-memory"))
+    assert found
+    most, limit = int(found[1]), 0.9 * 40 * 2**30
+    assert found[2] == str(memory_of(most)), "less than a 32nd below the largest"
+    assert memory_of(most).total_bytes <= limit < memory_of(most + most // 32 + 1).total_bytes
+    assert "by count, 5 sequences fit into 36 GiB" in said("--fill-memory", "--batch", "5")
 
 
 @pytest.mark.parametrize(("field", "value"), [("batch", 0), ("accumulate", 0), ("steps", 0), ("warm_up", -1)])

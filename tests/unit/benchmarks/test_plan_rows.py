@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.plan_families import predictions_of
+from benchmarks.plan_predict import counted, layout_of
 from benchmarks.plan_rows import (
     GBITS_A_GPU,
     Row,
@@ -18,6 +19,7 @@ from benchmarks.plan_rows import (
 
 from shoal.errors import UsageError
 from shoal.planner.hardware import Catalog
+from shoal.recipes.workloads import plan
 
 
 def row(**changes: object) -> Row:
@@ -89,6 +91,16 @@ def test_hosts_that_evaluate_do_not_train() -> None:
     assert row(tensor=4, context=2, pipeline=3).per_replica == 24
     rows = [each for each in read_rows() if each.evaluation_gpus]
     assert {(each.gpus, each.evaluation_gpus, each.cuda_graphs) for each in rows} == {(384, 128, True)}
+
+
+def test_buckets_of_a_row_are_those_that_a_plan_has() -> None:
+    for nodes in (2, 64):
+        there = row(recipe="bert-large", sequence_length=512, nodes=nodes, gpus=8 * nodes, global_batch=4096)
+        machines = machines_of(there, Catalog())
+        assert machines
+        planned = plan("bert-large-lans", f"{nodes}xp4d.24xlarge", global_batch=65536)[0].layouts[0]
+        assert layout_of(there, counted(there), machines).bucket_bytes == planned.bucket_bytes
+    assert planned.bucket_bytes == 128 << 20, "of 512 workers, each with 256 KiB"
 
 
 def test_a_throughput_that_no_device_has_is_left_out() -> None:

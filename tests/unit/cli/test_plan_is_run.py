@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from random import Random
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.app import main
+from shoal.cli.train import settings_of
 from shoal.decide.footprint import Activations
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.planner.answer import command_of
@@ -22,7 +24,14 @@ from shoal.planner.hardware import Catalog
 from shoal.planner.prediction import Plan
 from shoal.recipes import RECIPES, Sample, memory, script
 from shoal.recipes.resnet50 import IMAGENET_CLASSES
-from shoal.recipes.workloads import plan, preset_of, preset_settings, size_of, with_new_model
+from shoal.recipes.workloads import (
+    own_settings,
+    plan,
+    preset_of,
+    preset_settings,
+    size_of,
+    with_new_model,
+)
 
 PRETRAININGS = ("albert", "bert", "t5", "lm", "resnet50", "mask_rcnn")
 PRESETS = [(recipe, preset) for recipe in PRETRAININGS for preset in script(recipe).PRESETS]
@@ -149,7 +158,8 @@ def assert_run_as_planned(found: Plan, said: str) -> None:
     device = found.workers.instance.accelerator
     assert device
     precision = found.training.parts[0].precision
-    assert f"\ndevices      {found.workers.num_accelerators:,} {device.name} in {precision}; " in said
+    hosts = replace(found.workers, count=found.workers.count + found.training.validation_hosts)
+    assert f"\ndevices      {hosts.num_accelerators:,} {device.name} in {precision}; " in said
     assert "does not fit" not in said
 
 
@@ -196,6 +206,23 @@ def test_a_plan_of_a_finetuning_is_what_its_command_trains(dry_run: DryRun) -> N
     ]
     assert outcomes.count("planned") == len(small) + 1, "48 questions divide over 24 devices, 32 do not"
     assert outcomes.count("refused") == len(small) - 1
+
+
+def test_a_plan_with_hosts_that_evaluate_is_what_its_command_trains(dry_run: DryRun) -> None:
+    own = own_settings("albert", "base", ("--run.validation-hosts", "1"), settings_of)
+    assert own
+    found = plan(
+        own.name,
+        "5xp4d.24xlarge",
+        presets=own.presets,
+        count=own.count,
+        algorithms=["hierarchical-ring"],
+    )[0]
+    assert found.workers.count == 4
+    words = command_of(found)[1:]
+    status, said = dry_run("albert", "base", *words[: words.index("--rdzv")], "--cluster", "5xp4d.24xlarge")
+    assert status == EXIT_OK
+    assert_run_as_planned(found, said)
 
 
 @pytest.mark.slow

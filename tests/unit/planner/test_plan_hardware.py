@@ -119,7 +119,7 @@ def test_what_is_wrong_in_a_users_file(tmp_path: Path, change: tuple[str, str], 
         Catalog([path])
 
 
-def test_unknown_instance_says_which_was_meant() -> None:
+def test_unknown_instance_says_which_was_meant(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"'p3dn.24xlage' is not in the catalog. Did you mean 'p3dn.24xlarge'\?"
     ):
@@ -128,8 +128,12 @@ def test_unknown_instance_says_which_was_meant() -> None:
         Catalog().machines("0xp3dn.24xlarge")
     with pytest.raises(UsageError, match="does not name machines"):
         Catalog().machines("a few p3dn")
-    with pytest.raises(UsageError, match=r"c5n\.18xlarge has no accelerators"):
-        require_accelerators(Catalog().machines("4xc5n.18xlarge"))
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        "[instance.mine]\nnetwork = 'ethernet'\nnic_gbit_per_s = 10\nunpriced = 'own'\nsource = 'own'\n"
+    )
+    with pytest.raises(UsageError, match="mine has no accelerators"):
+        require_accelerators(Catalog([path]).machines("4xmine"))
     with pytest.raises(UsageError, match="cannot be read"):
         Catalog([Path("nowhere.toml")])
 

@@ -144,8 +144,8 @@ def test_doubts_of_a_run() -> None:
     assert dict(zip(NAMES, found, strict=True)) == pytest.approx(
         {
             "rate assumed": 0, "rate published": 0, "repetition": 1, "several hosts": 1, "more hosts": 3,
-            "network": 0.2, "split samples": 1, "evaluation": 0.15, "start": 0.05, "unstated facts": 0.3,
-            "samples to target": 1,
+            "network": 0.2, "split samples": 1, "evaluation": 0.15, "input": 0.0, "start": 0.05,
+            "unstated facts": 0.3, "samples to target": 1,
         }
     )  # fmt: skip
 

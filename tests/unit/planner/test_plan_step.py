@@ -13,7 +13,7 @@ from shoal.decide.workload import gradient_buckets
 from shoal.errors import UsageError
 from shoal.planner.prediction import largest_micro_batch
 from shoal.planner.simulate import slowest
-from shoal.planner.step_time import achieved_flops_for, step_time
+from shoal.planner.step_time import achieved_flops_for, achieved_flops_of, step_time
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +73,52 @@ def test_replicas_wait_for_the_one_with_the_largest_samples() -> None:
     assert step.straggler_s / (step.forward_s + step.backward_s) == pytest.approx(0.1 * 2.349, rel=0.05)
     split = step_time(workload, hosts(16, per_host=4), Layout(global_batch=16, tensor=4), achieved_flops=1e13)
     assert split.straggler_s / (split.forward_s + split.backward_s) == pytest.approx(0.2 * 1.766, rel=0.05)
+
+
+def test_a_host_waits_for_samples_that_its_cores_read_too_slowly() -> None:
+    workload, workers = replace(model(), input_s=0.1), hosts(2)
+    layout = Layout(global_batch=64)
+    free = step_time(workload, workers, layout, achieved_flops=1e13)
+    few, many = (
+        step_time(
+            workload,
+            replace(workers, instance=replace(workers.instance, cores=cores)),
+            layout,
+            achieved_flops=1e13,
+        )
+        for cores in (4, 1000)
+    )
+    assert few.total_s == pytest.approx(32 * 0.1 / 4) and few.input_s == pytest.approx(
+        few.total_s - free.total_s
+    )
+    assert many == free and free.input_s == 0
+
+
+def test_a_rate_is_measured_where_samples_are_read_fast_enough() -> None:
+    workload, host = replace(model(), input_s=0.1), hosts(1)
+    slow = replace(host, instance=replace(host.instance, cores=1))
+    layout = Layout(global_batch=64)
+    assert achieved_flops_of(workload, slow, layout, 1000.0) == achieved_flops_of(
+        workload, host, layout, 1000.0
+    )
+
+
+def test_hosts_of_one_domain_exchange_over_its_local_links() -> None:
+    workload, layout = model(), Layout(global_batch=640)
+    linked = hosts(4, per_host=2, nic=1e8)
+    linked = replace(linked, instance=replace(linked.instance, local_hosts=4))
+    together = step_time(workload, linked, layout, achieved_flops=1e13)
+    assert together == step_time(workload, hosts(1, per_host=8, nic=1e8), layout, achieved_flops=1e13)
+    apart = step_time(workload, hosts(4, per_host=2, nic=1e8), layout, achieved_flops=1e13)
+    assert together.exposed_s < 0.1 * apart.exposed_s
+
+
+def test_domains_are_as_even_as_the_hosts_allow() -> None:
+    five = hosts(5, per_host=2, nic=1e8, flow=1e7)
+    domains = replace(five, instance=replace(five.instance, local_hosts=3)).domains
+    assert (domains.count, domains.instance.num_accelerators) == (2, 6)
+    assert (domains.instance.nic_bytes_per_s, domains.instance.flow_bytes_per_s) == (3e8, 3e7)
+    assert five.domains == five
 
 
 def test_network_hides_behind_the_backward_pass_until_it_is_longer() -> None:

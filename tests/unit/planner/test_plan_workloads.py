@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.cli.train import settings_of
 from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.models.text_config import BertModelConfig
+from shoal.planner.answer import command_of
 from shoal.planner.counting import workload_of_entry, workload_of_function
 from shoal.planner.hardware import shipped
+from shoal.planner.prediction import Plan
 from shoal.planner.recipe_workloads import catalog, workload
+from shoal.planner.step_time import KERNEL_S
 from shoal.recipes import workloads
 
 
@@ -210,3 +214,45 @@ def test_unknown_recipe_says_which_was_meant() -> None:
     with pytest.raises(UsageError, match="resnet50 has images, not sequences"):
         workload("resnet50", 128)
     assert {"resnet50", "mask-rcnn", "bert-large", "albert-base", "albert-large", "t5-3b"} <= set(catalog())
+
+
+def test_evaluations_and_checkpoints_are_those_of_the_preset() -> None:
+    found = workloads.plan("t5-base", "2xp4d.24xlarge")[0]
+    assert found.training.checkpoint_every_steps == 5000
+    part = found.training.parts[0]
+    forward_s = (
+        256 / 2 * part.workload.forward_flops / part.achieved_flops
+    )  # of 2,048 sequences on 16 devices
+    each_s = forward_s + KERNEL_S * part.workload.num_kernels / 3
+    assert found.runs[0].evaluations_s == pytest.approx(1_000_000 / 5_000 * each_s)
+    phases = workloads.plan("bert-large", "1xp4d.24xlarge")[0]
+    counts = [
+        run.num_steps / (part.convergence.evaluate_every_epochs / part.global_batch)
+        for run, part in zip(phases.runs, phases.training.parts, strict=True)
+    ]
+    assert [math.ceil(count) for count in counts] == [4, 1], "7,038 and 1,563 steps, each 2,000 and the last"
+
+
+def test_a_finetuning_is_evaluated_once_on_the_validation_part_of_its_data() -> None:
+    convergence = workloads.plan("squad-bert-base", "1xp4d.24xlarge")[0].training.parts[0].convergence
+    assert convergence.evaluation_samples == 10_570
+    assert convergence.evaluate_every_epochs == convergence.samples(1)
+
+
+def test_hosts_that_evaluate_are_paid_and_do_not_train() -> None:
+    def planned(*words: str) -> Plan:
+        own = workloads.own_settings("t5", "base", words, settings_of)
+        assert own
+        return workloads.plan(own.name, "5xp4d.24xlarge", presets=own.presets, count=own.count)[0]
+
+    found = planned("--run.validation-hosts", "1")
+    alone = workloads.plan("t5-base", "4xp4d.24xlarge")[0]
+    assert (found.workers.count, found.hosts) == (4, "4xp4d.24xlarge + 1 that evaluates")
+    assert found.steps == alone.steps
+    every = workloads.plan("t5-base", "1xp4d.24xlarge")[0].runs[0].evaluations_s
+    assert found.runs[0].evaluations_s == pytest.approx(every / 200), "the last one alone is waited for"
+    assert found.dollars == pytest.approx(5 / 4 * (alone.dollars or 0) * found.total_s / alone.total_s)
+    words = command_of(found)
+    assert words[words.index("--nnodes") + 1] == "5" and "--run.validation-hosts" in words
+    with pytest.raises(UsageError, match="leaves none of 5 hosts to train"):
+        planned("--run.validation-hosts", "5")
