@@ -98,7 +98,7 @@ def test_buckets_of_a_row_are_those_that_a_plan_has() -> None:
         there = row(recipe="bert-large", sequence_length=512, nodes=nodes, gpus=8 * nodes, global_batch=4096)
         machines = machines_of(there, Catalog())
         assert machines
-        planned = plan("bert-large-lans", f"{nodes}xp4d.24xlarge", global_batch=65536)[0].layouts[0]
+        planned = plan("bert-large-lans", f"{nodes}xp4d.24xlarge", global_batch=33_792)[0].layouts[0]
         assert layout_of(there, counted(there), machines).bucket_bytes == planned.bucket_bytes
     assert planned.bucket_bytes == 128 << 20, "of 512 workers, each with 256 KiB"
 
