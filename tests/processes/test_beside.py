@@ -21,10 +21,10 @@ from shoal.env.worker import WorkerEnv, WorkerRanks, part_of_training
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError
 from shoal.recipes.classify import ClassifyConfig
 from shoal.record import End, Evaluation, Start, Target, read_record
-from shoal.train import evaluation_host, evaluations
+from shoal.train import beside
+from shoal.train.beside import FOLDER
 from shoal.train.checkpoint_files import list_checkpoints
 from shoal.train.config import RunOutputConfig
-from shoal.train.evaluation_host import FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float, f
     log = (settings.run.dir.parent / f"host-{host}.log").open("a")
     os.dup2(log.fileno(), sys.stderr.fileno())
     os.dup2(log.fileno(), sys.stdout.fileno())
-    evaluations.SILENT_S = evaluation_host.SILENT_S = patience_s
+    beside.SILENT_S = patience_s
     if forks:
         fork_programs()
     sys.exit(work_as_host("classify", settings, worker))

@@ -23,12 +23,12 @@ from shoal.errors import EXIT_OK, UsageError
 from shoal.record import read_record
 from shoal.report.page import render
 from shoal.report.runs import load_runs
-from shoal.train import samples
+from shoal.train import beside
+from shoal.train.beside import LOG, SAMPLES, Samples, SideProcess
 from shoal.train.checkpoint_files import checkpoint_path, list_checkpoints
 from shoal.train.config import RunOutputConfig
 from shoal.train.reporting import RunLog
 from shoal.train.run import Run
-from shoal.train.samples import FOLDER, Samples
 
 PROMPTS = ["The river", "The moon and the stone"]
 SIZES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
@@ -50,7 +50,7 @@ def run_patiently(config: Any) -> list[int | None]:
 
 
 def _work_patiently(config: Any, rank: int, port: int) -> None:
-    samples._AT_END_S = 1e9
+    beside._SAMPLES_END_S = 1e9
     job_workers.work(config, rank, 2, port)
 
 
@@ -60,7 +60,7 @@ def run_lm(
     """Run a language model whose files of prompts ``changes`` name, and return its samples."""
     config = jobs.small_lm_config(data, data.parent / "config.json", run_dir, **changes)
     assert run_patiently(config) == [EXIT_OK] * 2, said(run_dir)
-    assert list_checkpoints(run_dir / FOLDER) == []
+    assert list_checkpoints(run_dir / SAMPLES) == []
     return [row for row in read_record(run_dir) if isinstance(row, record.Samples)]
 
 
@@ -109,7 +109,7 @@ def test_samples_that_fail_are_named_and_training_goes_on(data: Path, tmp_path: 
     run_dir = tmp_path / "run"
     assert run_lm(data, run_dir, run={"samples": (tmp_path / "none.txt",)}) == []
     assert "the samples of step 6 failed (exit code 2)" in said(run_dir)
-    assert "none.txt" in (run_dir / FOLDER / "log.txt").read_text()
+    assert "none.txt" in (run_dir / SAMPLES / LOG).read_text()
 
 
 def test_samples_that_are_not_ready_cost_nothing(
@@ -118,12 +118,12 @@ def test_samples_that_are_not_ready_cost_nothing(
     """They leave the next ones out, end with the run, and the run waits for them no longer than it says."""
     started: list[Popen[bytes]] = []
 
-    def stuck(words: list[object], log: Path, *, nice: int) -> Popen[bytes]:
-        started.append(Popen([sys.executable, "-c", "import time; time.sleep(1000)"]))
-        return started[-1]
+    def stuck(process: SideProcess, words: list[object]) -> None:
+        process._child = Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        started.append(process._child)
 
-    monkeypatch.setattr(samples, "start_command", stuck)
-    monkeypatch.setattr(samples, "_AT_END_S", 0.0)
+    monkeypatch.setattr(SideProcess, "start", stuck)
+    monkeypatch.setattr(beside, "_SAMPLES_END_S", 0.0)
     model = nn.Linear(2, 2)
     with Run.open(tmp_path / "run") as run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,20 +131,20 @@ def test_samples_that_are_not_ready_cost_nothing(
         for _ in run.steps([torch.zeros(2)] * 4, _sizes(), until=1):
             log = run.log
             assert isinstance(log, RunLog)
-            beside = Samples(tmp_path / "run", (), run.world)
-            beside.ask(1, {"model": model}, log)
-            beside._checkpointer.finish()
-            beside.ask(2, {"model": model}, log)
-            beside.finish(log)
+            samples = Samples(tmp_path / "run", (), run.world)
+            samples.ask(1, {"model": model}, log)
+            samples._checkpointer.finish()
+            samples.ask(2, {"model": model}, log)
+            samples.finish(log)
             (child,) = started
             assert child.poll() is None
-            beside.close()
+            samples.close()
             assert child.poll() is not None
             break
     text = capsys.readouterr()
     assert "no samples of step 2: those of step 1 are not ready" in text.out + text.err
     assert "no samples of step 1: they were not ready 0 s after the end" in text.out + text.err
-    assert list_checkpoints(tmp_path / "run" / FOLDER) == []
+    assert list_checkpoints(tmp_path / "run" / SAMPLES) == []
 
 
 def _sizes() -> Any:

@@ -331,7 +331,7 @@ def work_as_host(name: str, config: Any, worker: WorkerEnv) -> int:
     num_apart = config.run.hosts_apart
     part = part_of_training(worker, num_apart) if num_apart else worker
     if part is None:
-        from shoal.train.evaluation_host import serve_evaluations
+        from shoal.train.beside import serve_evaluations
 
         return serve_evaluations(config.run.dir, worker, num_apart)
     return main_of(name, config)(config, part)

@@ -1,58 +1,25 @@
-"""Keeps the scores of a run, compares them with its target and its best, and evaluates beside training.
-
-Beside training, evaluations run in processes of their own, on the first worker's host:
-
-1. When an evaluation is due, all workers save the weights, without the optimizer's state, as a checkpoint in
-   the folder ``beside`` of the run. Training continues as soon as they are copied.
-2. The first worker starts ``shoal evaluate checkpoint`` on one checkpoint after the other: the recipe itself,
-   which loads the weights and scores them, with a record of its own.
-3. Between two steps the first worker checks whether it has ended, and writes the scores into the run's
-   record, under the step of the weights. It deletes the weights, unless their scores end the run.
-4. A run that ends waits for pending evaluations. One that continues evaluates the remaining weights.
-
-Samples (:mod:`shoal.train.samples`) are computed beside training as well, wherever the scores are.
-"""
+"""Keeps the scores of a run, and compares them with its target and its best."""
 
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shoal import record
 from shoal.errors import ShoalError, UsageError
-from shoal.train.checkpoint import Checkpointer, load_models
-from shoal.train.checkpoint_files import (
-    checkpoint_path,
-    is_checkpoint,
-    list_checkpoints,
-    remove_checkpoint,
-    step_of,
-    write_best_step,
-)
+from shoal.train.checkpoint import load_models
+from shoal.train.checkpoint_files import checkpoint_path, write_best_step
 from shoal.train.config import RunOutputConfig, required
-from shoal.train.evaluation_host import FOLDER, SILENT_S, OtherHosts, scores_folder
 from shoal.train.reporting import RunLog, format_metrics
-from shoal.train.samples import Samples
-from shoal.train.side_process import end_command, start_command
-from shoal.train.stopping import Score, Scores, Target
+from shoal.train.stopping import Goal, Score, Scores, Target
 from shoal.train.world import World, run_on_all
 
-LOG = "log.txt"
-"""File in it: the output of the evaluations."""
-
-_NICE = 10
-"""Priority of an evaluation below that of training."""
-_POLL_S = 0.1
-_ALL = 1_000_000
+if TYPE_CHECKING:
+    from shoal.train.beside import Beside, Samples
 
 
 class Evaluations:
@@ -201,7 +168,11 @@ class Evaluations:
         Raises:
             UsageError: another job uses the directory.
         """
-        if output.evaluates_beside and self._directory is not None and self._beside is None:
+        if self._directory is None:
+            return
+        if output.evaluates_beside and self._beside is None:
+            from shoal.train.beside import Beside
+
             self._beside = Beside(
                 self._directory,
                 num_workers=output.validation_beside or self._world.ranks.num_local_workers,
@@ -210,7 +181,9 @@ class Evaluations:
                 step=step,
                 goal=self._goal,
             )
-        if output.samples and self._directory is not None and self._samples is None:
+        if output.samples and self._samples is None:
+            from shoal.train.beside import Samples
+
             self._samples = Samples(self._directory, output.samples, self._world)
 
     def sample(self, step: int, kept: Mapping[str, Any], log: RunLog | None) -> None:
@@ -228,7 +201,7 @@ class Evaluations:
         """
         if self._beside is None:
             return False
-        self._beside.ask(step, kept, samples)
+        self._beside.ask(step, models_of(kept), samples)
         return True
 
     def poll(self, log: RunLog | None) -> None:
@@ -283,56 +256,27 @@ def as_numbers(metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
     return numbers
 
 
-# ---- the target -----------------------------------------------------------------------------------------
+def models_of(kept: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """Return the models among the state of a run."""
+    return {name: value for name, value in kept.items() if isinstance(value, nn.Module)}
 
 
-class Goal:
-    """Compares scores with the target of a run; on the first worker.
+def load_weights(path: Path, kept: Mapping[str, Any], world: World) -> tuple[int, int]:
+    """Load the models of a checkpoint into those of a run. A collective.
 
-    Attributes:
-        target: the scores that end the run.
-        row: its row in the record, once the target is reached.
-        reached: step and scores of the first weights that an evaluation beside training scored high enough.
+    Args:
+        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
+        kept: the state of the run.
+
+    Returns:
+        Step and samples of the checkpoint.
+
+    Raises:
+        ShoalError: there is no checkpoint, or it is damaged.
+        UsageError: it is of another model.
     """
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-        self.row: record.Target | None = None
-        self.reached: tuple[int, Scores] | None = None
-
-    def read(self, rows: Sequence[record.Row]) -> None:
-        """Restore the row that an earlier process group wrote about this target."""
-        rows_of_it = (row for row in rows if isinstance(row, record.Target) and row.until == str(self.target))
-        self.row = next(rows_of_it, None)
-
-    def holds(self, scores: Scores) -> bool:
-        """Return whether the target is reached: before, or by the scores of the last step."""
-        return self.row is not None or self.reached is not None or self.target.holds(scores)
-
-    def offer(self, step: int, scores: Scores) -> bool:
-        """Return whether the scores of an earlier step reach the target; if so, keep them."""
-        if not self.target.holds(scores):
-            return False
-        self.reached = (step, scores)
-        return True
-
-    def scores_of(self, scores: Scores) -> dict[str, float]:
-        """Return the scores that reached the target, or else those of the last step."""
-        if self.row is not None:
-            return self.row.metrics
-        return self.target.scores_of(self.reached[1] if self.reached else scores)
-
-    def reach(self, rows: Sequence[record.Row], step: int, scores: Scores) -> record.Target:
-        """Return the row of the target, for the record.
-
-        Args:
-            rows: the record.
-            step: the last step.
-            scores: its scores.
-        """
-        step = self.reached[0] if self.reached else step
-        self.row = record.target_row(rows, step, str(self.target), self.scores_of(scores))
-        return self.row
+    step, values = load_models(path, models_of(kept), world.control)
+    return step, int(values.get("samples", 0))
 
 
 # ---- the best score -------------------------------------------------------------------------------------
@@ -382,181 +326,3 @@ class Best:
     @property
     def _num_since(self) -> int:
         return sum(step > (self.step or 0) for step in self._values)
-
-
-# ---- beside training ------------------------------------------------------------------------------------
-
-
-class Beside:
-    """Evaluations beside training. All workers construct it together; the first one starts the processes.
-
-    Args:
-        directory: of the run.
-        num_workers: processes of an evaluation on this host.
-        num_hosts: hosts that evaluate instead, as long as they give signs of life.
-        world: the workers of the training.
-        step: the last step done; weights of later steps, of an earlier process group, are deleted.
-        goal: the target of the run, if it has one; it gets the scores.
-
-    Raises:
-        UsageError: another job uses the directory.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        num_workers: int,
-        num_hosts: int,
-        world: World,
-        step: int,
-        goal: Goal | None,
-    ) -> None:
-        self._run_dir, self._directory = directory, directory / FOLDER
-        self._num_workers, self._goal, self._is_main = num_workers, goal, world.is_main
-        self._left: deque[tuple[int, int]] = deque()  # step, samples
-        self._child: subprocess.Popen[bytes] | None = None
-        self._hosts: OtherHosts | None = None
-        self._out = self._directory / f"scores-{time.time_ns()}"  # an old evaluation may use another one
-        if self._is_main:
-            self._directory.mkdir(exist_ok=True)
-        world.barrier()
-        self._checkpointer = Checkpointer(self._directory, keep=_ALL)
-        if self._is_main:
-            self._take_over(step)
-            self._hosts = OtherHosts(self._directory, num_hosts) if num_hosts else None
-
-    def _take_over(self, step: int) -> None:
-        """Evaluate weights of an earlier process group, up to ``step``."""
-        rows = record.read_record(self._run_dir) if (self._run_dir / record.FILE_NAME).is_file() else []
-        scored = {row.step for row in rows if isinstance(row, record.Evaluation)}
-        samples = {row.step: row.samples for row in rows if isinstance(row, record.Step)}
-        for path in list_checkpoints(self._directory):
-            if step_of(path) > step or step_of(path) in scored:
-                remove_checkpoint(path)
-            else:
-                self._left.append((step_of(path), samples.get(step_of(path), 0)))
-
-    def ask(self, step: int, kept: Mapping[str, Any], samples: int) -> None:
-        """Save the weights of a step for an evaluation. A collective.
-
-        Args:
-            kept: the state of the run, whose models are saved.
-            samples: number consumed since the start of the run.
-        """
-        self._checkpointer.save(step, {**models_of(kept), "samples": samples})
-        if self._is_main:
-            self._left.append((step, samples))
-
-    def poll(self, log: RunLog | None) -> None:
-        """Write the scores of an evaluation that has ended, and start the next one. Never blocks."""
-        self._checkpointer.poll()
-        if log is None or not self._is_main:
-            return
-        if self._hosts is not None and self._left:
-            self._ask_hosts(self._hosts, log)
-            return
-        if self._child is not None and self._child.poll() is not None:
-            self._collect(log, self._child.returncode, self._out, LOG)
-        if self._child is None and self._left and not self._is_reached:
-            path = checkpoint_path(self._directory, self._left[0][0])
-            if is_checkpoint(path):
-                self._start(path)
-
-    def finish(self, log: RunLog | None) -> None:
-        """Wait for all evaluations, unless one has reached the target. A collective.
-
-        Raises:
-            ShoalError: weights could not be saved.
-        """
-        self._checkpointer.finish()
-        while log is not None and self._left and not self._is_reached:
-            self.poll(log)
-            time.sleep(_POLL_S)
-
-    def close(self) -> None:
-        """Stop the evaluation in progress; its weights stay for a later process group."""
-        if self._child is not None:
-            end_command(self._child)
-            self._child = None
-        if self._is_main:
-            shutil.rmtree(self._out, ignore_errors=True)
-        if self._hosts is not None:
-            self._hosts.close()
-
-    def _ask_hosts(self, hosts: OtherHosts, log: RunLog) -> None:
-        """Write the scores of an evaluation that has ended on another host."""
-        step, _ = self._left[0]
-        code = hosts.answer(step)
-        if code is not None:
-            out = scores_folder(self._directory, step)
-            self._collect(log, code, out, "log-*.txt")
-            shutil.rmtree(out, ignore_errors=True)
-            hosts.forget(step)
-        elif hosts.are_silent():
-            hosts.close()
-            self._hosts = None
-            log.progress.say(
-                f"an evaluation host has given no sign of life for {SILENT_S:.0f} s: evaluations run on this "
-                f"host from here on; its output: {self._directory / 'log-*.txt'}"
-            )
-
-    def _start(self, path: Path) -> None:
-        words = ["evaluate", "checkpoint", path, "--run", self._run_dir, "--out", self._out]
-        words += ["--workers", self._num_workers]
-        self._child = start_command(words, self._directory / LOG, nice=_NICE)
-
-    def _collect(self, log: RunLog, exit_code: int, out: Path, output: str) -> None:
-        """Write the scores of the evaluation that has ended.
-
-        Args:
-            out: folder of its record.
-            output: file of its output, for a message.
-        """
-        self._child = None
-        step, samples = self._left.popleft()
-        rows = [row for row in _results(out) if row.step == step] if exit_code == 0 else []
-        if not rows:
-            log.progress.say(
-                f"the evaluation of step {step:,} beside training failed (exit code {exit_code}); its "
-                f"output is in {self._directory / output}; training goes on"
-            )
-        for row in rows:
-            log.write(replace(row, beside=True, samples=samples or row.samples, time_s=time.time()))
-        scores = {row.split: row.metrics for row in rows}
-        if self._goal is not None and self._goal.offer(step, scores):
-            path = checkpoint_path(self._directory, step)
-            log.progress.say(f"the weights of step {step:,} have the scores of the target: {path}")
-        else:
-            remove_checkpoint(checkpoint_path(self._directory, step))
-
-    @property
-    def _is_reached(self) -> bool:
-        return self._goal is not None and self._goal.reached is not None
-
-
-def _results(out: Path) -> list[record.Evaluation]:
-    return [row for row in record.read_record(out) if isinstance(row, record.Evaluation)]
-
-
-def models_of(kept: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """Return the models among the state of a run."""
-    return {name: value for name, value in kept.items() if isinstance(value, nn.Module)}
-
-
-def load_weights(path: Path, kept: Mapping[str, Any], world: World) -> tuple[int, int]:
-    """Load the models of a checkpoint into those of a run. A collective.
-
-    Args:
-        path: a checkpoint, or a run directory, whose newest checkpoint is loaded.
-        kept: the state of the run.
-
-    Returns:
-        Step and samples of the checkpoint.
-
-    Raises:
-        ShoalError: there is no checkpoint, or it is damaged.
-        UsageError: it is of another model.
-    """
-    step, values = load_models(path, models_of(kept), world.control)
-    return step, int(values.get("samples", 0))

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 
+from shoal import record
 from shoal.decide.batch import BatchPlan
 from shoal.env.settings import debug
 from shoal.errors import WARNING_SIGNALS, ShoalError, UsageError, did_you_mean
@@ -214,6 +215,55 @@ class Target:
     def scores_of(self, scores: Scores) -> dict[str, float]:
         """Return the scores to which the target applies, by ``split/name``."""
         return {name: value for one in self.conditions for name, value in one.scores_of(scores).items()}
+
+
+class Goal:
+    """Compares scores with the target of a run; on the first worker.
+
+    Attributes:
+        target: the scores that end the run.
+        row: its row in the record, once the target is reached.
+        reached: step and scores of the first weights that an evaluation beside training scored high enough.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.row: record.Target | None = None
+        self.reached: tuple[int, Scores] | None = None
+
+    def read(self, rows: Sequence[record.Row]) -> None:
+        """Restore the row that an earlier process group wrote about this target."""
+        rows_of_it = (row for row in rows if isinstance(row, record.Target) and row.until == str(self.target))
+        self.row = next(rows_of_it, None)
+
+    def holds(self, scores: Scores) -> bool:
+        """Return whether the target is reached: before, or by the scores of the last step."""
+        return self.row is not None or self.reached is not None or self.target.holds(scores)
+
+    def offer(self, step: int, scores: Scores) -> bool:
+        """Return whether the scores of an earlier step reach the target; if so, keep them."""
+        if not self.target.holds(scores):
+            return False
+        self.reached = (step, scores)
+        return True
+
+    def scores_of(self, scores: Scores) -> dict[str, float]:
+        """Return the scores that reached the target, or else those of the last step."""
+        if self.row is not None:
+            return self.row.metrics
+        return self.target.scores_of(self.reached[1] if self.reached else scores)
+
+    def reach(self, rows: Sequence[record.Row], step: int, scores: Scores) -> record.Target:
+        """Return the row of the target, for the record.
+
+        Args:
+            rows: the record.
+            step: the last step.
+            scores: its scores.
+        """
+        step = self.reached[0] if self.reached else step
+        self.row = record.target_row(rows, step, str(self.target), self.scores_of(scores))
+        return self.row
 
 
 def read_target(text: str | None, known: Mapping[str, Collection[str]]) -> Target | None:
