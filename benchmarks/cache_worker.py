@@ -19,7 +19,7 @@ from shoal.data.cache import CacheConfig, total_counts
 from shoal.data.images.shards import ImageShards
 from shoal.decide.order import ShuffledOrder
 from shoal.env.launcher import worker_env
-from shoal.recipes import shard_peers
+from shoal.recipes import shard_cache, shard_peers
 from shoal.train.config import DistributedConfig
 from shoal.train.world import World, join_world
 
@@ -35,7 +35,7 @@ def read(spec: Mapping[str, Any]) -> None:
         if spec["cache"]:
             own = Path(spec["cache"]) / os.uname().nodename
             cache = CacheConfig(
-                directory=own, num_bytes=spec["cache_bytes"], counts=shard_peers.counts_folder(world)
+                directory=own, num_bytes=spec["cache_bytes"], counts=shard_cache.counts_folder(world)
             )
             if spec["peers"]:
                 cache = shard_peers.join_peers(world, cache, kind="images", location=spec["location"])

@@ -41,6 +41,39 @@ def code_lines(source: str, tree: ast.AST) -> set[int]:
     return {n for n, line in lines if line.strip() and not line.lstrip().startswith("#")} - skipped
 
 
+def without_choices(source: str) -> ast.Module:
+    """Return the tree of a source text without the imports that only a choice reaches.
+
+    They stand in a branch of a function, or behind one that returns: a feature is imported where an option
+    chooses it. Imports for types alone, which nothing loads, are left out too.
+    """
+    return _WithoutChoices().visit(ast.parse(source))  # type: ignore[no-any-return]
+
+
+class _WithoutChoices(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self._in_function = self._in_branch = False
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        before = self._in_function, self._in_branch
+        if isinstance(node, FUNCTION):
+            self._in_function, self._in_branch = True, False
+        elif isinstance(node, ast.If):
+            self._in_branch = self._in_function or "TYPE_CHECKING" in ast.unparse(node.test)
+        elif isinstance(node, ast.match_case):
+            self._in_branch = True
+        super().generic_visit(node)
+        self._in_function, self._in_branch = before
+        if self._in_function and isinstance(node, ast.If) and isinstance(node.body[-1], ast.Return):
+            self._in_branch = True  # what follows in this block
+        return node
+
+    def _visit_import(self, node: ast.Import | ast.ImportFrom) -> ast.AST:
+        return ast.Pass() if self._in_branch else node
+
+    visit_Import = visit_ImportFrom = _visit_import  # names of ast
+
+
 def closure(graph: Graph, start: str, left_out: frozenset[str] = frozenset()) -> set[str]:
     """Return the modules that importing ``start`` reaches, itself included.
 
@@ -102,8 +135,12 @@ def print_sizes(sources: dict[str, Path], graph: Graph) -> None:
         print(f"{title}: {', '.join(f'{name} {size}' for size, name in sorted(sizes, reverse=True)[:5])}")
 
 
-def print_imports(graph: Graph, recipes: list[str]) -> None:
-    """Print how much each recipe imports, and how many modules have one importer."""
+def print_imports(graph: Graph, plain: Graph, recipes: list[str]) -> None:
+    """Print how much each recipe imports, and how many modules have one importer.
+
+    Args:
+        plain: the imports that no choice is needed for (:func:`without_choices`).
+    """
     importers = Counter(target for targets in graph.values() for target in targets)
     once = sum(importers[module] == 1 for module in graph)
     print(f"\nmodules that one other module imports: {once} of {len(graph)}")
@@ -114,11 +151,14 @@ def print_imports(graph: Graph, recipes: list[str]) -> None:
         "shoal.recipes.divided",
         "shoal.recipes.stages",
     }
-    print("modules that a recipe reaches; without chosen recipes, optimizers, modes, layouts:")
+    print("modules that a recipe reaches; without recipes, optimizers, modes and layouts that are chosen;")
+    print("without what any other option chooses:")
     for name in recipes:
         module = f"shoal.recipes.{name}"
-        own = closure(graph, module, (chosen | optimizers | modes | layouts) - {module})
-        print(f"  {name:<{_WIDTH}}  {len(closure(graph, module)):4}  {len(own):4}")
+        named = (chosen | optimizers | modes | layouts) - {module}
+        every, own = closure(graph, module), closure(graph, module, named)
+        needed = closure(plain, module, named)
+        print(f"  {name:<{_WIDTH}}  {len(every):4}  {len(own):4}  {len(needed):4}")
 
 
 def print_recipe_names(sources: dict[str, Path], recipes: list[str]) -> None:
@@ -151,9 +191,10 @@ def print_texts() -> None:
 def main() -> None:
     """Print the report."""
     sources, graph = module_sources(PACKAGE), import_graph(PACKAGE)
+    plain = import_graph(PACKAGE, without_choices)
     recipes = sorted(folder.name for folder in (PACKAGE / "recipes" / "presets").iterdir() if folder.is_dir())
     print_sizes(sources, graph)
-    print_imports(graph, recipes)
+    print_imports(graph, plain, recipes)
     print_recipe_names(sources, recipes)
     print_texts()
 

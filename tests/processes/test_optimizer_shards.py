@@ -21,10 +21,10 @@ from shoal.decide.ownership import assign_owners
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.optim.lamb import Lamb, parameter_groups
+from shoal.optim.optimizer_shards import OptimizerShards
 from shoal.record import Step, read_record
 from shoal.train.config import DistributedConfig, LoopConfig, RunConfig, ServersConfig
 from shoal.train.gradients import Update
-from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.run import Run, Sizes
 
 NUM_STEPS, OVERFLOWS_AT = 4, 2

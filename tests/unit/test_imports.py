@@ -11,7 +11,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -123,14 +123,18 @@ def named_modules(tree: ast.Module, known: Collection[str]) -> set[str]:
     return texts & set(known)
 
 
-def import_graph(package: Path) -> Graph:
-    """Return which modules of the package each of its modules imports."""
+def import_graph(package: Path, parse: Callable[[str], ast.Module] = ast.parse) -> Graph:
+    """Return which modules of the package each of its modules imports.
+
+    Args:
+        parse: returns the tree of a source text, whose imports count.
+    """
     sources = module_sources(package)
     root = package.name
     known = {*sources, f"{root}._core"}
     graph: Graph = {}
     for module, path in sources.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
         targets = named_modules(tree, known - {root})
         for base, name in imported_names(tree, module, is_package=path.stem == "__init__"):
             if base.split(".")[0] != root:

@@ -37,7 +37,8 @@ feedback.
 ``all_to_all``, ``gather``, ``scatter``, ``send`` and ``recv`` (``messages``) are messages between two ranks
 each: they do not pass through servers.
 
-Programs without torch join their processes to a group by ``job_group``.
+Programs without torch join their processes to a group by ``job_group``. Processes that come and go agree in
+``members`` on those that train together.
 
 This package does not import torch: a helper host runs its server without it.
 """

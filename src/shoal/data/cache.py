@@ -33,15 +33,17 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
 from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
-from shoal.data.manifest import ShardFile
+from shoal.data.manifest import ShardFile, map_file
 from shoal.data.peers import Peer, PeerError, PeerReader, Peers
-from shoal.data.storage import Bytes, Storage
+from shoal.data.storage import Bytes, LocalStorage, Storage
 from shoal.errors import ShoalError, UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
@@ -49,6 +51,8 @@ Parts = Callable[[], Iterable[bytes | memoryview]]
 
 OWN_FOLDER = "shoal-cache"
 _COPY = re.compile(r".+-[0-9a-f]{16}\.[a-z]+")
+_NUM_COPIED = 8
+"""Files that are copied at a time, where several are needed at once."""
 _NO_ROOM = "the shards in use leave no room"
 
 
@@ -350,6 +354,33 @@ class ShardCache:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+class CachedFiles:
+    """Files of a local directory that are mapped where their copies are.
+
+    Args:
+        config: location and size of the cache.
+        directory: with the files.
+        files: all that the hosts read, of which each keeps its own for its peers.
+        needed: those of this process. They are copied at once, those that this host owns first.
+
+    Raises:
+        ShoalError: a file is missing or differs from the manifest.
+    """
+
+    def __init__(
+        self, config: CacheConfig, directory: Path, files: Iterable[ShardFile], needed: Iterable[ShardFile]
+    ) -> None:
+        own = config.peers.own_files(files) if config.peers else []
+        self._cache, self._storage = ShardCache(config, own), LocalStorage(directory)
+        with ThreadPoolExecutor(_NUM_COPIED) as pool:
+            deque(pool.map(self.get, sorted(needed, key=lambda file: file not in own)), maxlen=0)
+
+    def get(self, file: ShardFile) -> mmap.mmap | bytes | memoryview:
+        """Return the bytes of a file: its copy, or without room for one the file itself."""
+        copy = self._cache.view(file, lambda: self._storage.parts(file))
+        return copy if copy is not None else map_file(self._storage.directory / file.name, file)
 
 
 def _shared_counts(folder: Path) -> mmap.mmap:

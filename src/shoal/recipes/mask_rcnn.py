@@ -192,7 +192,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.coco.synthetic import make_coco
     from shoal.data.images.normalise import Normalisation
     from shoal.models.detection.mask_rcnn import MaskRCNN, load_weights
-    from shoal.recipes.shard_peers import record_reads
+    from shoal.recipes.shard_cache import record_reads
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.world import run_on_all

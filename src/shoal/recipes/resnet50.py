@@ -231,7 +231,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
     import torch.nn.functional as F
 
     from shoal.data.images.mixing import mix, mixup_weight
-    from shoal.recipes.shard_peers import record_reads
+    from shoal.recipes.shard_cache import record_reads
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
     from shoal.train.weight_averaging import WeightAverage

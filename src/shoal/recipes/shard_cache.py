@@ -1,8 +1,11 @@
-"""Adds the options of a cache of shards to the data's section of a recipe."""
+"""Adds the options of a cache of shards to the data's section of a recipe, and records what was read."""
 
 # Annotations are types here, not texts: the command line resolves texts in the module of the subclass.
 
-from dataclasses import dataclass
+import atexit
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +14,7 @@ from shoal.train.config import parse_bytes
 
 if TYPE_CHECKING:
     from shoal.data.cache import CacheConfig
+    from shoal.train.run import Run
     from shoal.train.world import World
 
 
@@ -52,7 +56,6 @@ class CachedDataConfig:
         if self.cache is None or world is None:
             return None
         from shoal.data.cache import CacheConfig
-        from shoal.recipes.shard_peers import counts_folder, join_peers
 
         cache = CacheConfig(
             directory=self.cache,
@@ -60,4 +63,42 @@ class CachedDataConfig:
             evict=evict,
             counts=counts_folder(world),
         )
-        return join_peers(world, cache, kind=kind, location=location) if self.cache_peers == "on" else cache
+        if self.cache_peers == "off":
+            return cache
+        from shoal.recipes.shard_peers import join_peers
+
+        return join_peers(world, cache, kind=kind, location=location)
+
+
+def counts_folder(world: "World") -> Path:
+    """Return a new folder for the counts of this host's processes. A collective of all workers."""
+    from shoal.env.machine import host_identity
+    from shoal.train.world import all_gather_json
+
+    is_first = world.ranks.local_rank == 0
+    made = tempfile.mkdtemp(prefix="shoal-reads-") if is_first else None
+    if made is not None:
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
+    gathered = all_gather_json(world.control, [host_identity(), made])
+    return Path(next(folder for host, folder in gathered if host == host_identity() and folder is not None))
+
+
+def record_reads(run: "Run", counts: Path | None) -> None:
+    """Write a row of the bytes that all hosts have read since the start. A collective of all workers.
+
+    Args:
+        counts: folder of this host's counts; ``None``, on all hosts: nothing is written.
+    """
+    if counts is None or run.stopped:
+        return
+    from shoal.data.cache import total_counts
+    from shoal.record import Reads
+    from shoal.train.world import all_gather_json
+
+    own = asdict(total_counts(counts)) if run.world.ranks.local_rank == 0 else None
+    gathered = [counts for counts in all_gather_json(run.world.control, own) if counts is not None]
+    if run.log:
+        totals = {name: sum(counts[name] for counts in gathered) for name in gathered[0]}
+        kept = {name: totals[name] for name in ("memory_bytes", "peer_bytes", "storage_bytes")}
+        row = Reads(step=run.step, peer_failures=totals["num_peer_failures"], **kept)
+        run.log.write(row)

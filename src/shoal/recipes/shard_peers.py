@@ -12,29 +12,23 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shoal.comm.rendezvous import local_address
-from shoal.data.cache import CacheConfig, total_counts
+from shoal.data.cache import CacheConfig
 from shoal.data.peers import Peer, Peers
 from shoal.env import settings
 from shoal.env.machine import boot_identity, host_identity
 from shoal.env.secret import MAKE_SECRET, job_secret
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
-from shoal.record import Reads
 from shoal.train.world import World, all_gather_json, run_on_all
-
-if TYPE_CHECKING:
-    from shoal.train.run import Run
 
 _END_S = 10.0
 
@@ -171,30 +165,3 @@ def _names(nodes: list[str]) -> list[str]:
     if len(set(nodes)) == len(nodes):
         return nodes
     return [f"host-{index}" for index in range(len(nodes))]
-
-
-def counts_folder(world: World) -> Path:
-    """Return a new folder for the counts of this host's processes. A collective of all workers."""
-    is_first = world.ranks.local_rank == 0
-    made = tempfile.mkdtemp(prefix="shoal-reads-") if is_first else None
-    if made is not None:
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
-    gathered = all_gather_json(world.control, [host_identity(), made])
-    return Path(next(folder for host, folder in gathered if host == host_identity() and folder is not None))
-
-
-def record_reads(run: Run, counts: Path | None) -> None:
-    """Write a row of the bytes that all hosts have read since the start. A collective of all workers.
-
-    Args:
-        counts: folder of this host's counts; ``None``, on all hosts: nothing is written.
-    """
-    if counts is None or run.stopped:
-        return
-    own = asdict(total_counts(counts)) if run.world.ranks.local_rank == 0 else None
-    gathered = [counts for counts in all_gather_json(run.world.control, own) if counts is not None]
-    if run.log:
-        totals = {name: sum(counts[name] for counts in gathered) for name in gathered[0]}
-        kept = {name: totals[name] for name in ("memory_bytes", "peer_bytes", "storage_bytes")}
-        row = Reads(step=run.step, peer_failures=totals["num_peer_failures"], **kept)
-        run.log.write(row)

@@ -27,6 +27,7 @@ from shoal.models.directory import model_type_of, refuse_pickles, save
 from shoal.models.t5 import T5
 from shoal.models.tensor_plan import divide_layers
 from shoal.optim.moments import clip_factor, model_norm, scale_all
+from shoal.optim.optimizer_shards import OptimizerShards
 from shoal.pipelining.api import make_mesh, pipeline
 from shoal.pipelining.pipeline_plan import PipelinePlan, plan_of
 from shoal.pipelining.runtime import Pipeline
@@ -36,7 +37,6 @@ from shoal.train.checkpoint_files import Chunk, StoredTensor
 from shoal.train.checkpoint_state import named_tensors
 from shoal.train.config import DistributedConfig, ServersConfig
 from shoal.train.gradients import Update
-from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.run import Run
 from shoal.train.run_dir import DESCRIPTION, keep_description
 

@@ -1,6 +1,6 @@
 """Trains on processes that come and go: a step is a transaction of those that are there.
 
-:class:`~shoal.train.members.Members` agrees on the processes. Those that lack the state are given it
+:class:`~shoal.comm.members.Members` agrees on the processes. Those that lack the state are given it
 (:func:`give_state`), and a step that lost a member is repeated.
 
 - :class:`Crew` is for a loop of a script's own, whose every process has the whole model.
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from shoal import record
 from shoal.comm.engine import CommError
+from shoal.comm.members import Members
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 from shoal.optim.moments import parameters_of
@@ -33,7 +34,6 @@ from shoal.train.checkpoint import Checkpointer
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
 from shoal.train.checkpoint_state import flatten, local_state, restore
 from shoal.train.gradients import ChangingWorkers
-from shoal.train.members import Members
 from shoal.train.run_dir import own
 from shoal.train.step import Step, Workers, seed_key_of
 

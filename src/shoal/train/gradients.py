@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from shoal import record
 from shoal.errors import UsageError
 from shoal.optim.moments import clip_factor, device_norm, norm_of, parameters_of, scale_all
-from shoal.train.optimizer_shards import OptimizerShards
+from shoal.optim.optimizer_shards import OptimizerShards
 
 
 class DataParallel(nn.Module):

@@ -360,9 +360,9 @@ def _text_of(row: Row) -> str:
         case Shares():
             return f"step {row.step:,}: the workers' shares of a batch are now {row} samples"
         case Members():
-            what = "lost" if row.num_workers < row.num_before else "joined by"
+            change = "lost" if row.num_workers < row.num_before else "joined by"
             count = plural(abs(row.num_workers - row.num_before), "worker")
-            return f"step {row.step:,}: {what} {count}, goes on with {plural(row.num_workers, 'worker')}"
+            return f"step {row.step:,}: {change} {count}, goes on with {plural(row.num_workers, 'worker')}"
         case Phase():
             steps = f"steps {row.step:,} to {row.last_step:,}"
             return f"{row.name}: {steps}, {row.sequence_length:,} tokens per sequence"

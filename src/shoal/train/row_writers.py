@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.atomic_io import write_atomically
-from shoal.env.settings import progress_file
 from shoal.errors import UsageError, import_extra
 from shoal.record import End, Evaluation, Phase, Resume, Row, Start, Step, Stop, Target
 from shoal.train.config import RunOutputConfig
-from shoal.train.reporting import CheckpointNotice, RowWriter, scalars_of
+from shoal.train.reporting import RowWriter, scalars_of
 from shoal.train.run_dir import flat_settings
 
 _ID = "{}-run.txt"
@@ -343,15 +342,13 @@ class MLPerfLog:
 def open_writers(
     stack: ExitStack, directory: Path, output: RunOutputConfig, *, watched: frozenset[str]
 ) -> list[RowWriter]:
-    """Open further writers of rows: the launcher's file, MLPerf's log, experiment trackers.
+    """Open further writers of rows: MLPerf's log, experiment trackers.
 
     Args:
         stack: closes them.
         watched: names of the scores of the run's target.
     """
     writers: list[RowWriter] = []
-    if (path := progress_file()) is not None:
-        writers.append(CheckpointNotice(path))
     if (path := output.mlperf_log) is not None:
         writers.append(stack.enter_context(closing(MLPerfLog(path, watched))))
     for name in dict.fromkeys(output.report_to):

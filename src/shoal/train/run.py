@@ -51,8 +51,10 @@ from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
 from shoal.env.launcher import worker_env
+from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
+from shoal.optim.optimizer_shards import OptimizerShards
 from shoal.train.backends import Purpose
 from shoal.train.checkpoint import Checkpointer, Restored
 from shoal.train.checkpoint_state import flatten
@@ -66,12 +68,11 @@ from shoal.train.config import (
     refuses_fp16,
     required,
 )
-from shoal.train.crew import ChangingMembers
 from shoal.train.evaluations import Best, Evaluations, as_numbers, final_scores, load_weights
 from shoal.train.gradients import DataParallel, LossScale, Precision, Update
 from shoal.train.model_setup import agree_on_precision, compile_model, wrap_model
-from shoal.train.optimizer_shards import OptimizerShards
 from shoal.train.reporting import (
+    CheckpointNotice,
     Progress,
     RowWriter,
     RunLog,
@@ -84,10 +85,8 @@ from shoal.train.reporting import (
     peak_memory_bytes,
     versions,
 )
-from shoal.train.row_writers import open_writers
 from shoal.train.run_dir import open_run_dir, own, recorded_backend, require_writable
 from shoal.train.servers.choice import choose_update
-from shoal.train.shares import advice_on_shares, open_shares, row_of_shares
 from shoal.train.step import LayerNorms, RunningMetrics, Step, StepState, before_clipping, seed_key_of
 from shoal.train.stopping import (
     StopRequest,
@@ -269,6 +268,8 @@ class Run:
         self._kept: dict[str, Any] = {}
         self._training = _state_of_steps(self)
         if world.members is not None and directory is not None:
+            from shoal.train.crew import ChangingMembers
+
             self._training.workers = ChangingMembers(
                 self, world.members, lambda owner: take_over(self, target, owner)
             )
@@ -530,23 +531,14 @@ class Run:
         if self.is_over:
             return
         source = _source_of(data, self.seed, self.world)
-        setting = self._settings.distributed.shares
-        self._shares = open_shares(
-            setting, directory=self.directory, world=self.world, step=self.step, source=source,
-            batch=replace(batch, replicas=replica is not None), models=self._training.models,
-        )  # fmt: skip
-        advice = advice_on_shares(self._shares, setting, batch, section)
+        advice = _open_shares(self, source, replace(batch, replicas=replica is not None))
         if num_steps := self._settings.loop.overfit_steps:
             source = FirstSteps(source=source, num_steps=num_steps)
         self._evaluations.open_beside(self._settings.output, self.step)
         if self.directory is not None and not self.stopped:
             self._begin(batch, references or {}, [f"batch: {batch}", *self._notes, *advice, *notes])
         if phase is not None and self.log and self.step == since:
-            name, length = phase
-            row = record.Phase(
-                step=since + 1, last_step=until, name=name, sequence_length=length, **batch.sizes
-            )
-            self.log.write(row)
+            self.log.write(_row_of_phase(phase, since, until, batch))
         self._profiler = self._profiler or _open_profiler(self)
         if not self._training.workers.join():
             self.is_over = True
@@ -655,7 +647,8 @@ class Run:
             return None
         if self._shares is not None and self._shares.observe(self.step + 1, sums[6:]):
             if self.log:
-                self.log.write(row_of_shares(self._shares, self.step + 1))
+                samples, seconds = list(self._shares.current), self._shares.seconds
+                self.log.write(record.Shares(step=self.step + 1, samples=samples, seconds=seconds))
             return None
         if workers.admit(num_waiting):
             return None
@@ -1007,8 +1000,14 @@ def add_writers(run: Run, target: Target | None) -> None:
         target: of the run.
     """
     assert run.directory is not None
-    watched = target.names if target is not None else frozenset()
-    run._writers += open_writers(run._stack, run.directory, run._settings.output, watched=watched)
+    output = run._settings.output
+    if (path := progress_file()) is not None:
+        run._writers.append(CheckpointNotice(path))
+    if output.mlperf_log is not None or output.report_to:
+        from shoal.train.row_writers import open_writers
+
+        watched = target.names if target is not None else frozenset()
+        run._writers += open_writers(run._stack, run.directory, output, watched=watched)
 
 
 def take_over(run: Run, target: Target | None, owner: str) -> None:
@@ -1083,6 +1082,40 @@ def _source_of(data: Any, seed: int, world: World) -> StepSource:
             "iterable of micro-batches: give run.steps the dataset itself, or one of shoal's readers"
         )
     return source
+
+
+def _open_shares(run: Run, source: StepSource, batch: BatchPlan) -> list[str]:
+    """Divide the global batches by the workers' speed if the settings say so; return lines to print.
+
+    A collective.
+    """
+    setting = run._settings.distributed.shares
+    if setting == "equal" or run.world.num_workers == 1 or run.directory is None:
+        return []
+    from shoal.train.shares import advice_on_shares, open_shares
+
+    run._shares = open_shares(
+        setting,
+        directory=run.directory,
+        world=run.world,
+        step=run.step,
+        batch=batch,
+        source=source,
+        models=run._training.models,
+    )
+    return advice_on_shares(setting, batch, run._section)
+
+
+def _row_of_phase(phase: tuple[str, int], since: int, until: int, batch: BatchPlan) -> record.Phase:
+    """Return the row with which a phase begins.
+
+    Args:
+        phase: its name, and the length of its sequences.
+        since: last step before it.
+        until: its last step.
+    """
+    name, length = phase
+    return record.Phase(step=since + 1, last_step=until, name=name, sequence_length=length, **batch.sizes)
 
 
 def check_own_rows(

@@ -35,17 +35,17 @@ _FEW_MICRO_BATCHES = 4
 def open_shares(
     setting: str,
     *,
-    directory: Path | None,
+    directory: Path,
     world: World,
     step: int,
     batch: BatchPlan,
     source: StepSource,
     models: Sequence[DataParallel],
-) -> WorkerShares | None:
-    """Return the shares of a run that begins or continues after ``step``; ``None``: equal ones. A collective.
+) -> WorkerShares:
+    """Return the shares of a run that begins or continues after ``step``. A collective.
 
     Args:
-        setting: ``equal``; ``by-speed``; or the directory of a run whose shares are to be repeated.
+        setting: ``by-speed``; or the directory of a run whose shares are to be repeated.
         directory: of this run, whose record has the shares that it had so far.
         world: the workers.
         step: steps done, counted over the whole run.
@@ -56,8 +56,6 @@ def open_shares(
     Raises:
         UsageError: workers cannot be given unequal parts, or the recorded run had others.
     """
-    if setting == "equal" or world.num_workers == 1 or directory is None:
-        return None
     _check_divisible(source, models, batch, setting)
     by_speed = setting == BY_SPEED
     equal = [batch.worker_batch_size] * batch.num_workers
@@ -86,20 +84,15 @@ def open_shares(
     return SharesBySpeed(last, unit=_unit(models, batch))
 
 
-def advice_on_shares(shares: WorkerShares | None, setting: str, batch: BatchPlan, section: str) -> list[str]:
+def advice_on_shares(setting: str, batch: BatchPlan, section: str) -> list[str]:
     """Return a line to print if the micro-batches are too large for unequal shares."""
-    if shares is None or batch.accumulation_steps >= _FEW_MICRO_BATCHES:
+    if batch.accumulation_steps >= _FEW_MICRO_BATCHES:
         return []
     return [
         f"shares {setting}: a part that grows takes one more micro-batch, and a step has "
         f"{batch.accumulation_steps}: with --{section}.micro-batch-size of at most "
         f"{max(1, batch.worker_batch_size // _FEW_MICRO_BATCHES)} it costs less"
     ]
-
-
-def row_of_shares(shares: WorkerShares, step: int) -> record.Shares:
-    """Return the row for shares that hold from ``step`` on."""
-    return record.Shares(step=step, samples=list(shares.current), seconds=shares.seconds)
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.decide.backend import SHOAL, BackendChoice
-from shoal.decide.members import read_counts
 from shoal.env.machine import GPU_DEVICES, cpu_quota, num_cores, promised_gpus, selected_gpus
 from shoal.env.settings import LAUNCH_DIR, host_id
 from shoal.env.variables import Environ, variables_of
@@ -38,7 +37,9 @@ from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
 from shoal.train.config import DistributedConfig
-from shoal.train.members import Members, require_changing_groups
+
+if TYPE_CHECKING:
+    from shoal.comm.members import Members
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -222,12 +223,15 @@ def join_world(
     )
     store.set_timeout(timeout)
     store = PrefixStore(f"join {next(_joins)}/", store)  # torchrun's outlives the process group
-    changes = config.elastic is not None and purpose.averages
-    if changes:
+    elastic = config.elastic if purpose.averages else None
+    if elastic is not None:
+        from shoal.comm.members import require_changing_groups
+
         require_changing_groups()
         choice = BackendChoice(backend=SHOAL, reason="distributed.elastic")
     else:
         choice = agree_on_backend(store, ranks, device, config, purpose)
+    changes = elastic is not None
     options: Any = {"enable_reconfigure": True} if changes else {}  # torch 2.14
     dist.init_process_group(
         choice.backend,
@@ -239,7 +243,10 @@ def join_world(
     )
     members = None
     try:
-        members = _meet(config) if changes else None
+        if elastic is not None:
+            from shoal.comm.members import meet
+
+            members = meet(elastic, config.worker_patience_s)
         control = dist.group.WORLD if changes else dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         # a process that comes later cannot ask the others, which have the same cores
@@ -262,19 +269,6 @@ def join_world(
         if members is not None:
             members.close()
         dist.destroy_process_group()
-
-
-def _meet(config: DistributedConfig) -> Members:
-    """Return the members; if they train already, this process is none of them yet."""
-    assert config.elastic is not None
-    counts = read_counts(config.elastic)
-    members = Members(at_least=counts.least, at_most=counts.most, patience_s=config.worker_patience_s)
-    if members.has_begun:
-        members.be_alone()
-    else:
-        counts.require(dist.get_world_size())
-        members.begin()
-    return members
 
 
 # ---- exchange of values ----------------------------------------------------------------------------------

@@ -19,19 +19,16 @@ from __future__ import annotations
 import mmap
 import struct
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
-from shoal.data.cache import CacheConfig, ShardCache
 from shoal.data.manifest import (
     TFRECORD,
     VERSION,
@@ -41,16 +38,16 @@ from shoal.data.manifest import (
     check_version,
     map_file,
 )
-from shoal.data.storage import LocalStorage
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal.data.cache import CacheConfig
 
 Int64Array = npt.NDArray[np.int64]
 
 MAGIC = b"SHOALTXT"
 HEADER = struct.Struct("<8sIIqqq24x")
 Buffer = mmap.mmap | bytes | memoryview
-_NUM_COPIED = 8
-"""Files that are copied into a cache at a time."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -136,18 +133,6 @@ class Shard:
         )
 
 
-class _CachedFiles:
-    """Files of shards in a cache."""
-
-    def __init__(self, cache: ShardCache, storage: LocalStorage) -> None:
-        self._cache, self._storage = cache, storage
-
-    def get(self, file: ShardFile) -> Buffer:
-        """Return the bytes of a file: its copy, or without room for one the file itself."""
-        copy = self._cache.view(file, lambda: self._storage.parts(file))
-        return copy if copy is not None else map_file(self._storage.directory / file.name, file)
-
-
 class TextShards:
     """Maps the token shards of one split into memory, as one sequence of documents.
 
@@ -189,7 +174,12 @@ class TextShards:
         self.manifest.check_tokenizer(self.tokenizer_file)
         self._cache_config = cache
         self.shards: list[Shard] = []
-        data_of = self._cached(cache).get if cache is not None else None
+        data_of = None
+        if cache is not None:
+            from shoal.data.cache import CachedFiles
+
+            needed = [file for info in self.manifest.shards(split) for file in info.file_list()]
+            data_of = CachedFiles(cache, directory, self.manifest.files(*ShardInfo.SUFFIXES), needed).get
         for info in self.manifest.shards(split):
             shard = Shard(directory, info, self.manifest.vocab_size, data_of)
             if verify == "checksums":
@@ -203,16 +193,6 @@ class TextShards:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (partial(TextShards, cache=self._cache_config), (self.directory, self.split))
-
-    def _cached(self, config: CacheConfig) -> _CachedFiles:
-        """Copy the files of the split, those that this host owns first, several at a time."""
-        files = self.manifest.files(*ShardInfo.SUFFIXES)
-        own = config.peers.own_files(files) if config.peers else []
-        cached = _CachedFiles(ShardCache(config, own), LocalStorage(self.directory))
-        needed = [file for info in self.manifest.shards(self.split) for file in info.file_list()]
-        with ThreadPoolExecutor(_NUM_COPIED) as pool:
-            deque(pool.map(cached.get, sorted(needed, key=lambda file: file not in own)), maxlen=0)
-        return cached
 
     @property
     def tokenizer_file(self) -> Path:

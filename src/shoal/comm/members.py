@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
+from shoal.decide.members import read_counts
 from shoal.env.settings import launch_dir
 from shoal.env.standstills import name_standstill
 from shoal.errors import EXIT_LOST, UsageError
@@ -253,6 +254,26 @@ class Members:
 
     def _reconfigure(self, uuid: int, handles: list[str]) -> None:
         c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=self._patience_s)).wait()
+
+
+def meet(elastic: str, patience_s: float) -> Members:
+    """Return the members of the default process group; if they train already, this process is none yet.
+
+    Args:
+        elastic: the setting, least and most members.
+        patience_s: a process that stands still for so long is lost.
+
+    Raises:
+        UsageError: torch is older than 2.14, or these are fewer or more processes than the setting says.
+    """
+    counts = read_counts(elastic)
+    members = Members(at_least=counts.least, at_most=counts.most, patience_s=patience_s)
+    if members.has_begun:
+        members.be_alone()
+    else:
+        counts.require(dist.get_world_size())
+        members.begin()
+    return members
 
 
 # ---- who stands still -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from shoal.train.members import StandstillWatch
+from shoal.comm.members import StandstillWatch
 
 DEADLINE_S = 120
 
