@@ -512,8 +512,8 @@ def _backward_of_keys(
     end = tl.where(first_row < num_attended, end, 0)
     score_scale = scale * 1.4426950408889634
     factor = score_scale if bias is None else 1.0
-    key_found = tl.zeros([N, D], tl.float32)
-    value_found = tl.zeros([N, D], tl.float32)
+    key_gradient = tl.zeros([N, D], tl.float32)
+    value_gradient = tl.zeros([N, D], tl.float32)
     for number in range(GROUP):
         h = group * GROUP + number
         q_of_head = q + first_query * q_s + h * D
@@ -540,17 +540,17 @@ def _backward_of_keys(
                 row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < end, other=0), h)
                 weights = tl.where(_kept(row_keys + _step(first_row), threshold, N), weights, -weights)
                 used = tl.maximum(weights, 0.0)
-            value_found = tl.dot(tl.trans(used.to(query.dtype)), context_grad, value_found)
+            value_gradient = tl.dot(tl.trans(used.to(query.dtype)), context_grad, value_gradient)
             weight_grads = tl.dot(context_grad, tl.trans(value))
             score_grads = used * weight_grads - tl.abs(weights) * correction[:, None]
-            key_found = tl.dot(tl.trans(score_grads.to(query.dtype)), query, key_found)
+            key_gradient = tl.dot(tl.trans(score_grads.to(query.dtype)), query, key_gradient)
     # Keys that are not attended to have no gradient.
     is_attended = (at < num_attended)[:, None]
-    key_found = tl.where(is_attended, key_found * (scale * kept_scale), 0.0)
-    value_found = tl.where(is_attended, value_found * kept_scale, 0.0)
+    key_gradient = tl.where(is_attended, key_gradient * (scale * kept_scale), 0.0)
+    value_gradient = tl.where(is_attended, value_gradient * kept_scale, 0.0)
     grads = stacked_grad + first_of_keys * grads_s + (first_key + group) * D
-    _write(grads, at, grads_s, num_rows, key_found, D)
-    _write(grads + num_groups * D, at, grads_s, num_rows, value_found, D)
+    _write(grads, at, grads_s, num_rows, key_gradient, D)
+    _write(grads + num_groups * D, at, grads_s, num_rows, value_gradient, D)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries", "bias_rows", "bias_s", "num_sequences"])
@@ -566,7 +566,7 @@ def _backward_of_bias(
     rows = tl.program_id(0) % num_blocks // num_blocks_of_keys * M + tl.arange(0, M)
     first = tl.program_id(0) % num_blocks % num_blocks_of_keys * N
     score_scale = scale * 1.4426950408889634
-    found = tl.zeros([M, N], tl.float32)
+    gradient = tl.zeros([M, N], tl.float32)
     for b in range(num_sequences):
         first_query = tl.load(cu_queries + b).to(tl.int64)
         num_rows = (tl.load(cu_queries + b + 1) - first_query).to(tl.int32)
@@ -593,7 +593,7 @@ def _backward_of_bias(
         if keys is not None:
             row_keys = _fold_in(tl.load(keys + first_query + rows, mask=rows < num_rows, other=0), h)
             weight_grads = tl.where(_kept(row_keys + _step(first), threshold, N), weight_grads, 0.0)
-        found += weights * (weight_grads - correction[:, None])
+        gradient += weights * (weight_grads - correction[:, None])
     at = (h.to(tl.int64) * bias_rows + rows[:, None]) * bias_s + (first + _order(N))[None, :]
     is_there = (rows < bias_rows)[:, None] & (first + _order(N) < bias_s)[None, :]
-    tl.store(bias_grad + at, found * kept_scale, mask=is_there)
+    tl.store(bias_grad + at, gradient * kept_scale, mask=is_there)

@@ -68,8 +68,8 @@ def site_keys(keys: Tensor, positions: Tensor, num_sites: int) -> Tensor:
         positions: ``[T]``, in their samples.
     """
     if runs_kernels(keys.device):
-        found: Tensor = torch.ops.shoal.site_keys(keys, positions, num_sites)
-        return found
+        of_sites: Tensor = torch.ops.shoal.site_keys(keys, positions, num_sites)
+        return of_sites
     return fold_in(fold_in(keys, positions), torch.arange(num_sites, device=keys.device)[:, None])
 
 

@@ -312,10 +312,10 @@ def _build_note(device: Accelerator) -> str:
 
 def _torch_build() -> tuple[str, tuple[int, ...]]:
     """Return the version of torch and of its CUDA, ``()`` without one, from its file, which is fast."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
         return "", ()
-    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     version = re.search(r"^__version__ = '(.+)'", text, re.M)
     cuda = re.search(r"^cuda.* = '(\d+)\.(\d+)", text, re.M)
     return version[1] if version else "", tuple(map(int, cuda.groups())) if cuda else ()

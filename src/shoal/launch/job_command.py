@@ -66,8 +66,8 @@ def read_command(words: Sequence[str]) -> JobCommand:
     """Take the command of a job's workers apart.
 
     Example:
-        >>> found = read_command(["env", "A=b", "./venv/bin/python", "-u", "-m", "shoal", "train", "bert"])
-        >>> found.program, found.module, found.is_shoal, found.arguments
+        >>> command = read_command(["env", "A=b", "./venv/bin/python", "-u", "-m", "shoal", "train", "bert"])
+        >>> command.program, command.module, command.is_shoal, command.arguments
         ('./venv/bin/python', 'shoal', True, ('train', 'bert'))
     """
     base, name, rest = JobCommand(words=tuple(words), program=words[0]), Path(words[0]).name, list(words[1:])

@@ -236,9 +236,9 @@ class Job:
         """Return the seconds until a worker is started again, more each time, and say so."""
         pause_s: float = min(_RESTART_PAUSE_S * 2 ** self._num_restarts[rank], _MOST_RESTART_PAUSE_S)
         self._num_restarts[rank] += 1
-        how = f"ended by {_name_of_signal(-code)}" if code < 0 else "given up by the others"
+        end = f"ended by {_name_of_signal(-code)}" if code < 0 else "given up by the others"
         print(
-            f"shoal: worker {rank} was {how}; the others go on, and it is started again in {pause_s:g} s",
+            f"shoal: worker {rank} was {end}; the others go on, and it is started again in {pause_s:g} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         return pause_s

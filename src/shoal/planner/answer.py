@@ -422,7 +422,7 @@ def page_of(
     """
     title = html.escape(f"{plans[0].training.recipe} on {plans[0].workers}")
     pictures = f"<h2>Scaling: samples/s over hosts</h2>{_curve_svg(curve)}" if len(curve) > 1 else ""
-    if several := {name: found for name, found in (curves or {}).items() if len(found) > 1}:
+    if several := {name: best for name, best in (curves or {}).items() if len(best) > 1}:
         pictures += f"<h2>Scaling by algorithm: % of single hosts</h2>{_efficiency_svg(several)}"
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title>"
@@ -437,7 +437,7 @@ _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2")
 
 
 def _logarithmic(values: Sequence[float], begin: float, end: float) -> dict[float, float]:
-    """Return the place of each value on a logarithmic axis."""
+    """Return the position of each value on a logarithmic axis."""
     low, high = math.log(min(values)), math.log(max(values))
     scale = (end - begin) / max(high - low, 1e-9)
     return {value: begin + scale * (math.log(value) - low) for value in values}

@@ -285,7 +285,7 @@ class _Reader:
         """Number the categories whose ids are words, after the largest number that the file has."""
         words = sorted(word for word, number in self._words.items() if number in self._categories)
         largest = max((number for number in self._categories if number < _END), default=0)
-        numbers = {word: place for place, word in enumerate(words, max(largest, 0) + 1)}
+        numbers = {word: number for number, word in enumerate(words, max(largest, 0) + 1)}
         ids = {self._words[word]: number for word, number in numbers.items()}
         self._categories = {ids.get(number, number): name for number, name in self._categories.items()}
         if ids:

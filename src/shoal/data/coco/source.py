@@ -403,14 +403,14 @@ class _Images:
         Raises:
             BadEntry: another image has it, or it leads out of the folder.
         """
-        name = str(PurePosixPath(self._found(file_name)))
+        name = str(PurePosixPath(self._resolved(file_name)))
         if name in self._names:
             value = f"{file_name} and {self._names[name]}; let one image have the objects of both"
             raise BadEntry("an image whose file another one has", value)
         self._names[name] = file_name
         return name
 
-    def _found(self, file_name: str) -> str:
+    def _resolved(self, file_name: str) -> str:
         """Return the name below the folder. Tools also write paths of their own machine, or of Windows."""
         for form in ("NFC", "NFD"):  # macOS and others write the same letters in different ways
             if self._has(name := unicodedata.normalize(form, file_name)):
