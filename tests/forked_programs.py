@@ -26,7 +26,7 @@ from forked import fork_process, start_server
 from shoal import recipes
 from shoal.errors import EXIT_FAILURE
 
-STARTERS = ("shoal.launch.emulated", "shoal.launch.local", "shoal.train.side_process")
+STARTERS = ("shoal.launch.emulated", "shoal.launch.local", "shoal.train.beside")
 """Modules whose programs are forked."""
 POOLS = "shoal.data.process_pool.multiprocessing"
 FORKED_POOLS = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("forkserver"))
