@@ -500,10 +500,10 @@ def check_combination(
     """Check that backend, wire format, parts of workers and place of the optimizer's state go together.
 
     Raises:
-        UsageError: another backend than shoal with servers that update; int8 with fp16; a format other than
-            fp32 with clipping per worker or with servers that update; unequal parts for workers that do not
-            wait for each other; or a division of the optimizer's state that servers have, or of which each
-            worker needs its own.
+        UsageError: another backend than shoal with servers that update; fp16 with int8, or with a dynamic
+            loss scale and workers that do not wait for each other; a format other than fp32 with clipping per
+            worker or with servers that update; unequal parts for workers that do not wait for each other; or
+            a division of the optimizer's state that servers have, or of which each worker needs its own.
     """
     if distributed.elastic is not None and (servers.option or loop.shard_optimizer):
         raise UsageError(
@@ -525,6 +525,11 @@ def check_combination(
         raise UsageError(
             "distributed.wire int8 with train.precision fp16: the residuals of error feedback would be in "
             "units of a loss scale that changes; use --train.precision bf16 or --distributed.wire bf16"
+        )
+    if not servers.is_synchronous and loop.precision == "fp16" and loop.loss_scale is None:
+        raise UsageError(
+            f"{servers.option} with train.precision fp16: a dynamic loss scale follows each step of all "
+            "workers; use bf16, or set --train.loss-scale"
         )
     if distributed.wire != "fp32" and clip == "worker":
         raise UsageError(

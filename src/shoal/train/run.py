@@ -437,9 +437,7 @@ class Run:
         self._kept.update(stateful)
         if first and self._settings.output.evaluate is None:
             servers, training = self._settings.servers, self._training
-            chosen = choose_update(
-                servers, self._kept, training.models, scale=training.scale, directory=self.directory
-            )
+            chosen = choose_update(servers, self._kept, training.models, directory=self.directory)
             self.use(chosen or training.update)
         named = {"model": stateful["model"]} if "model" in stateful else stateful
         models = [each for each in named.values() if isinstance(each, nn.Module)]

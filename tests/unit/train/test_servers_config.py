@@ -85,6 +85,12 @@ def test_the_wire_and_the_shares_go_with_the_mode() -> None:
         check_combination(
             LoopConfig(), DistributedConfig(backend="cpu:gloo,cuda:shoal"), servers, clip="global"
         )
+    for servers in (sync, backup):
+        static = LoopConfig(precision="fp16", loss_scale=1024.0)
+        check_combination(static, DistributedConfig(), servers, clip="global")
+    check_combination(LoopConfig(precision="fp16"), DistributedConfig(), sync, clip="global")
+    with pytest.raises(UsageError, match="a dynamic loss scale follows each step of all workers"):
+        check_combination(LoopConfig(precision="fp16"), DistributedConfig(), backup, clip="global")
     by_speed = DistributedConfig(shares="by-speed")
     check_combination(LoopConfig(precision="fp32"), by_speed, sync, clip="global")
     with pytest.raises(UsageError, match="have equal parts"):

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.train.config import ServersConfig
-from shoal.train.gradients import DataParallel, LossScale, ManyWorkers, Update
+from shoal.train.gradients import DataParallel, ManyWorkers, Update
 
 _MODES = {
     "sync": "shoal.train.servers.update:update_of_run",
@@ -28,7 +28,6 @@ def choose_update(
     kept: Mapping[str, Any],
     models: Sequence[DataParallel],
     *,
-    scale: LossScale,
     directory: Path | None,
 ) -> Update | None:
     """Return the update of the mode, which :meth:`Update.open` begins; ``None``: each worker steps.
@@ -37,7 +36,6 @@ def choose_update(
         config: the mode and its options.
         kept: the objects in checkpoints, by name.
         models: those of :meth:`Run.data_parallel`.
-        scale: the loss scale.
         directory: of the run; ``None``: a short training inside another run, in which workers wait for all.
 
     Raises:
@@ -45,7 +43,7 @@ def choose_update(
     """
     if config.mode == "off":
         return None
-    _check_run(config, kept, models, scale)
+    _check_run(config, kept, models)
     model, optimizer = models[0], kept["optimizer"]
     assert isinstance(model, ManyWorkers), "on servers, one worker has buckets too"
     if directory is None and not config.is_synchronous:
@@ -58,16 +56,13 @@ def choose_update(
     return update
 
 
-def _check_run(
-    config: ServersConfig, kept: Mapping[str, Any], models: Sequence[DataParallel], scale: LossScale
-) -> None:
+def _check_run(config: ServersConfig, kept: Mapping[str, Any], models: Sequence[DataParallel]) -> None:
     """Check that the mode is possible for what a run trains.
 
     Args:
         config: the mode.
         kept: the objects in checkpoints, by name.
         models: those of :meth:`Run.data_parallel`.
-        scale: the loss scale.
     """
     option = config.option
     names = [name for name, each in kept.items() if isinstance(each, Optimizer)]
@@ -83,11 +78,6 @@ def _check_run(
         )
     if not models[0].average:
         raise UsageError(f"{option} with optim.clip worker: servers clip the mean; use --optim.clip global")
-    if scale.dynamic and not config.is_synchronous:
-        raise UsageError(
-            f"{option} with train.precision fp16: a dynamic loss scale follows each step of all workers; use "
-            "bf16, or set --train.loss-scale"
-        )
 
 
 def _own_tensors(kept: Mapping[str, Any], model: DataParallel) -> list[Tensor]:
