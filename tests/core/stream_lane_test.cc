@@ -125,6 +125,7 @@ TEST(stream_lane_leaves_the_device_of_the_caller) {
   CHECK_EQ(runtime.current_device(), 1);
   lane.run(engine, {spec_of(Kind::all_reduce, 10, array.floats(), array.floats())}, 0, 1, compute.get());
   CHECK_EQ(runtime.current_device(), 1);
+  CHECK_EQ(compute.synchronize(), 0);  // before the array is freed
   fake_cuda_fail("cudaEventRecord", 0, 719);
   CHECK(contains(CHECK_THROWS(shoal::CudaError, lane.run(engine, {spec_of(Kind::all_reduce, 10, array.floats(), array.floats())}, 0, 1, compute.get())),
                  "cudaEventRecord: cudaErrorLaunchFailure (719)"));
