@@ -173,6 +173,7 @@ void OpTable::on_end(std::uint64_t seq, std::function<void()> then) {
 
 void OpTable::end_all(const std::string& reason) {
   std::vector<std::function<void()>> then;
+  std::map<std::uint64_t, OpPtr> ended;
   {
     const MutexLock lock(mutex_);
     open_ = false;
@@ -181,10 +182,14 @@ void OpTable::end_all(const std::string& reason) {
       failed_.insert(seq);
       end(seq, *op, then);
     }
-    ops_.clear();
+    ended.swap(ops_);
   }
   changed_.notify_all();
   for (const auto& call : then) call();
+  // A contribution that was not sent may hold the operation that has it.
+  for (const auto& [seq, op] : ended) {
+    for (Op::Part& part : op->parts) part.contribution = {};
+  }
 }
 
 bool OpTable::close() {
