@@ -210,7 +210,7 @@ def enter(path: str) -> None:
 
 
 def find_recipes() -> None:
-    """Take the recipes of packages that are on the path now; commands list them, and are imported anew."""
+    """Reload the registry of recipes, and drop the imported commands that list it."""
     recipes.RECIPES.update(recipes.installed())
     for name in [name for name in sys.modules if name.startswith("shoal.cli.") or name == "shoal.cli"]:
         del sys.modules[name]

@@ -3,7 +3,7 @@
 //
 // The group is of 3 ranks and a helper, by the engine's own parts; the links are queues, whose frames are taken in a random
 // order. Rank 2 lies: before, after or in place of one of its frames goes another one, with the same payload and with
-// fields that are not true. It serves no chunk itself, so all its data is its own. A group that has failed is made anew.
+// fields that are not true. It serves no chunk itself, so all its data is its own. A failed group is replaced by a new one.
 // SHOAL_LIES=1000000 sends so many, SHOAL_LIES_SEED=7 others.
 #include <algorithm>
 #include <array>

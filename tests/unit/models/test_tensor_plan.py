@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses; ``tests/processes/test_tensor_parallel.py`` trains by it."""
+"""Tests the refusals of tensor parallelism; ``tests/processes/test_tensor_parallel.py`` trains with it."""
 
 from __future__ import annotations
 
