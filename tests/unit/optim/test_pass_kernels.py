@@ -45,8 +45,10 @@ MAKERS: dict[str, Make] = {
     "novograd, outside": partial(
         Novograd, lr=0.1, reg_inside_moment=False, init_zero=True, implementation="foreach"
     ),
-    "adafactor": partial(Adafactor, lr=0.1),
-    "adafactor, small matrices": partial(Adafactor, lr=0.1, eps1=1e-3, min_factored_size=2),
+    "adafactor": partial(Adafactor, lr=0.1, implementation="foreach"),
+    "adafactor, small matrices": partial(
+        Adafactor, lr=0.1, eps1=1e-3, min_factored_size=2, implementation="foreach"
+    ),
 }
 LAUNCHES = {Lamb: 3, Lans: 5, Lars: 3, Novograd: 4, Adafactor: 6}
 
