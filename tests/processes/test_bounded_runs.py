@@ -25,7 +25,7 @@ from shoal.models.pretraining import PRETRAINING_INPUTS, AlbertPretraining
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
 from shoal.optim.moments import clip_factor, norm_of, parameters_of, scale_all
 from shoal.optim.sgd import SGD
-from shoal.recipes import albert, masked_lm
+from shoal.recipes import masked_lm
 from shoal.recipes.albert import AlbertConfig
 from shoal.record import Checkpoint, Contributions, Step, read_record
 from shoal.report.page import write_report
@@ -259,18 +259,9 @@ def test_a_signal_ends_a_run_before_its_next_line(
     assert summary(log).num_steps == (WORKERS if servers["mode"] == "async" else 1) * rounds
 
 
-@pytest.mark.parametrize(
-    ("servers", "changes", "message"),
-    [
-        (STALE, {"train": {"precision": "fp16"}}, "mode bounded with train.precision fp16"),
-    ],
-)
-def test_what_does_not_go_together_is_named(
-    data: Path, tmp_path: Path, servers: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    config = settings(data, tmp_path, servers, **changes)
-    with pytest.raises(UsageError, match=re.escape(message)):
-        albert.main(config, job_workers.joined(0, 1, free_port()))
+def test_fp16_with_stale_gradients_is_refused_where_settings_are_read(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape("mode bounded with train.precision fp16")):
+        settings(data, tmp_path, STALE, train={"precision": "fp16"})
 
 
 @pytest.mark.parametrize(
