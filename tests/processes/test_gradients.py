@@ -199,3 +199,30 @@ def settle_as_on_a_gpu(rank: int, num_workers: int) -> None:
 
 def test_buckets_are_settled_where_inputs_are_moved_to_a_device(tmp_path: Path) -> None:
     assert run_workers(settle_as_on_a_gpu, 2, tmp_path / "meet", 2) == [0, 0]
+
+
+def settle_after_a_failure(rank: int, num_workers: int) -> None:
+    world = a_world(rank, num_workers)
+    module = torch.nn.Linear(3, 2)
+
+    def wrapped() -> ManyWorkers:
+        precision = choose_precision("fp32", world.device)
+        ddp = wrap_model(module, world, DistributedConfig(), precision, StepTimer(world.device).lap)
+        assert isinstance(ddp, ManyWorkers)
+        return ddp
+
+    def lose(*_: object) -> None:
+        raise RuntimeError("rank 1 was lost")
+
+    first = wrapped()
+    first.hook = lose
+    with pytest.raises(RuntimeError, match="rank 1 was lost") as kept:
+        first.settle_buckets()
+    second = wrapped()
+    second(torch.ones(4, 3) * (rank + 1)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((2, 3), 4 * (num_workers + 1) / 2))
+    assert kept.value  # whose traceback has kept the first wrapper
+
+
+def test_parameters_of_a_wrapper_that_failed_are_averaged_by_another(tmp_path: Path) -> None:
+    assert run_workers(settle_after_a_failure, 2, tmp_path / "meet", 2) == [0, 0]

@@ -156,7 +156,8 @@ class ManyWorkers(DataParallel, DistributedDataParallel):
         """Make DDP rebuild its buckets now, by a backward pass with zero gradients.
 
         DDP rebuilds them after its first backward pass. Otherwise the first step of a resumed run would sum
-        in another order than the same step of an uninterrupted run.
+        in another order than the same step of an uninterrupted run. If it fails, as where a worker is lost,
+        the parameters are without hooks, and another wrapper can average them.
         """
         model = self.module
         with nullcontext() if self.wire is None else self.wire.no_error_feedback():
@@ -164,6 +165,9 @@ class ManyWorkers(DataParallel, DistributedDataParallel):
             try:
                 # on a GPU, DDP's forward fails without an input, which it moves to the device
                 self.run_model(torch.zeros(())).backward()
+            except BaseException:
+                self._remove_autograd_hooks()  # type: ignore[no-untyped-call]
+                raise
             finally:
                 self.module = model
         self.zero_grad()
