@@ -96,6 +96,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "2 parts": (2, {"tensor": 2}),
     "2 parts x 3 replicas": (6, {"tensor": 2}),
     "2 parts x 2 shards": (4, {"tensor": 2, "shard": True}),
+    "2 stages x 2 parts": (4, {"pipeline": 2, "tensor": 2}),
+    "8 workers, 2 stages x 2 parts x 2 shards": (8, {"pipeline": 2, "tensor": 2, "shard": True}),
 }
 QUICK = {
     ("2 stages x 2 replicas", "gpt2"),
@@ -157,7 +159,7 @@ def test_shards_recompute_activations(
         "2 parts",
         *(
             pytest.param(each, marks=pytest.mark.slow)
-            for each in ("2 stages x 2 replicas", "2 x 2 shards", "2 parts x 2 shards")
+            for each in ("2 stages x 2 replicas", "2 x 2 shards", "2 parts x 2 shards", "2 stages x 2 parts")
         ),
     ],
 )
@@ -204,10 +206,10 @@ def test_a_run_goes_on_in_other_layouts(
 def test_a_run_goes_on_with_parts_of_its_layers(
     data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Stages, then parts, then shards of parts, then one worker."""
+    """Stages, then stages of parts, then shards of parts, then one worker."""
     layouts = (
         (3, 2, {"pipeline": 2}),
-        (6, 2, {"tensor": 2}),
+        (6, 4, {"pipeline": 2, "tensor": 2}),
         (9, 4, LAYOUTS["2 parts x 2 shards"][1]),
         (12, 1, {}),
     )
@@ -254,14 +256,9 @@ def test_stages_start_with_the_weights_of_a_directory(
             {"parallel": {"pipeline": 2}, "model": {"activation_checkpointing": True}},
             "activation_checkpointing does not go with parallel.pipeline",
         ),
-        ({"parallel": {"pipeline": 2, "tensor": 2}}, "tensor 2 does not go with parallel.pipeline"),
-        (
-            {"parallel": {"tensor": 2}, "optim": {"optimizer": "muon"}},
-            "optimizer muon does not go with parallel.tensor 2",
-        ),
         ({"parallel": {"tensor": 2}, "distributed": {"wire": "int8"}}, "wire int8: .* parallel.tensor saves"),
         (
-            {"parallel": {"tensor": 2}, "train": {"shard_optimizer": True}},
+            {"parallel": {"shard": True}, "train": {"shard_optimizer": True}},
             "shard_optimizer True does not go with a model in stages or shards",
         ),
         (

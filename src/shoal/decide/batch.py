@@ -170,11 +170,6 @@ class StagesConfig:
 
     def __post_init__(self) -> None:
         require_positive("parallel", self, "pipeline", "tensor", "data", "virtual_stages", "micro_batches")
-        if self.pipeline > 1 and self.tensor > 1:
-            raise UsageError(
-                f"parallel.tensor {self.tensor} does not go with parallel.pipeline: stages are made of an "
-                "exported graph, whose layers are whole; leave one of them out, or use parallel.shard"
-            )
         if (self.virtual_stages or 1) > 1 and self.pipeline == 1 and not self.is_searched:
             raise UsageError(
                 f"parallel.virtual_stages {self.virtual_stages} needs a pipeline: set parallel.pipeline to 2 "
@@ -197,7 +192,8 @@ class StagesConfig:
         Raises:
             UsageError: ``num_workers`` is not pipeline × tensor × data.
         """
-        name = f"parallel.tensor {self.tensor}" if self.tensor > 1 else f"parallel.pipeline {self.pipeline}"
+        names = [f"parallel.{name} {n}" for name in ("pipeline", "tensor") if (n := getattr(self, name)) > 1]
+        name = " × ".join(names) or "parallel.pipeline 1"
         if num_workers % self.replica_size:
             raise UsageError(
                 f"{name} does not divide the {num_workers} workers; start a multiple of {self.replica_size} "
@@ -242,18 +238,13 @@ class StagesConfig:
         for setting, value, plain in (
             ("distributed.shares", config.distributed.shares, "equal"),
             ("optim.clip", config.optim.clip, "global"),
-            ("train.shard_optimizer", not self.shares_state and config.train.shard_optimizer, False),
+            ("train.shard_optimizer", self.shard and config.train.shard_optimizer, False),
             ("distributed.elastic", config.distributed.elastic, None),
         ):
             if value != plain:
                 raise UsageError(
                     f"{setting} {value} does not go with a model in stages or shards: leave it out"
                 )
-        if self.tensor > 1 and config.optim.optimizer == "muon":
-            raise UsageError(
-                f"optim.optimizer muon does not go with parallel.tensor {self.tensor}: it reads whole "
-                "matrices; choose --optim.optimizer adamw, or use parallel.shard"
-            )
         if self.pipeline > 1 and config.model.activation_checkpointing:
             raise UsageError(
                 "model.activation_checkpointing does not go with parallel.pipeline: stages are made of an "
@@ -280,11 +271,6 @@ class StagesConfig:
     def splits(self) -> bool:
         """True if a worker holds less than the whole model."""
         return self.replica_size > 1 or self.shard
-
-    @property
-    def shares_state(self) -> bool:
-        """True if replicas have whole copies of the optimizer's state that they may divide."""
-        return not self.shard and self.tensor == 1
 
     def divide(
         self, sizes: BatchSizes, num_workers: int, *, section: str = "train", unit: str = "sequences"

@@ -1,40 +1,32 @@
 """Divides the layers of a model of transformers over workers, by the plan that transformers has for it.
 
 Tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053): a worker has some of the heads and of the columns
-between two matrices, and two sums over the workers join them in each layer. Weights become torch's DTensors;
-the styles of the plan are those of ``torch.distributed.tensor.parallel``.
+between two matrices, and two sums over the workers join them in each layer. Weights become torch's DTensors,
+and modules compute their parts (:mod:`shoal.models.tensor_layers`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shoal.errors import UsageError
+from shoal.models.tensor_layers import ColumnLinear, RowEmbedding, RowLinear, Workers
 
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": RowwiseParallel,
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+_STYLES: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, bool]]] = {
+    "colwise": (nn.Linear, ColumnLinear, {"joins": False}),
+    "colwise_gather_output": (nn.Linear, ColumnLinear, {"joins": True}),
+    "colwise_rep": (nn.Linear, ColumnLinear, {"joins": True}),
+    "rowwise": (nn.Linear, RowLinear, {"takes": False}),
+    "rowwise_split_input": (nn.Linear, RowLinear, {"takes": True}),
+    "rowwise_rep": (nn.Linear, RowLinear, {"takes": True}),
+    "embedding_rowwise": (nn.Embedding, RowEmbedding, {}),
 }
-"""By the names of transformers, which has had two for some."""
-_BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
-"""Styles that divide the rows of a weight; for an embedding and a head these are the tokens."""
+"""The module before and after, by the names of transformers, which has had two for some."""
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -74,16 +66,28 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             users.setdefault(parameter, []).append(module)
-    tied = [modules for modules in users.values() if len(modules) > 1]
-    for modules in tied:
-        if not all(styles.get(module) in _BY_ROWS for module in modules):
+    for modules in users.values():
+        if len(modules) > 1 and not all(_by_rows(styles.get(module)) for module in modules):
             for module in modules:
                 styles.pop(module, None)
+    workers, parts = Workers(mesh), dict[nn.Parameter, nn.Parameter]()
     for module, style in styles.items():
-        parallelize_module(module, mesh, _STYLES[style](), src_data_rank=None)
-    for first, *others in tied:
-        for other in others:
-            other.weight = first.weight
+        _, kind, options = _STYLES[style]
+        for name, parameter in module.named_parameters(recurse=False):
+            if kind is RowLinear and name == "bias":
+                continue
+            if parameter not in parts:
+                place = [Shard(1 if kind is RowLinear else 0)]
+                part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
+                parts[parameter] = nn.Parameter(part, parameter.requires_grad)
+            module.register_parameter(name, parts[parameter])
+        module.__class__ = kind
+        vars(module).update(options, workers=workers)
+
+
+def _by_rows(style: str | None) -> bool:
+    """Return whether a style divides the rows of a weight: the tokens, for an embedding and a head."""
+    return style is not None and _STYLES[style][1] is not RowLinear
 
 
 def _chosen(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -99,7 +103,7 @@ def _chosen(model: PreTrainedModel) -> dict[nn.Module, str]:
         style = plan.get(_NUMBER.sub("*", name))
         if style is None or getattr(module, "padding_idx", None) is not None:
             continue
-        if style not in _STYLES or not isinstance(module, nn.Linear | nn.Embedding):
+        if style not in _STYLES or type(module) is not _STYLES[style][0]:
             raise UsageError(
                 f"parallel.tensor: transformers' plan for {type(model).__name__} has {style} for {name} "
                 f"({type(module).__name__}); known are {', '.join(_STYLES)} of linear layers and embeddings; "

@@ -1,15 +1,18 @@
-"""Muon over matrices that FSDP2 has divided."""
+"""Muon over matrices that are divided over workers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Muon, Optimizer
+
+from shoal.optim.moments import local_box, local_part
 
 _OPTIONS = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
@@ -37,11 +40,11 @@ class ShardedMuon(Muon):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(param)
                 update = self._change(number, param, state["momentum_buffer"], group)
-                param.mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update)
+                local_part(param).mul_(1 - float(group["lr"]) * group["weight_decay"]).add_(update)
         return loss
 
     def _change(self, number: int, param: Tensor, buffer: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return what is added to a parameter after its decay, and follow its gradient with the momentum."""
+        """Return what is added to this worker's part of a parameter; its momentum follows the gradient."""
         momentum, grad = group["momentum"], param.grad
         assert grad is not None
         buffer.lerp_(grad, 1 - momentum)
@@ -49,12 +52,13 @@ class ShardedMuon(Muon):
         if not isinstance(update, DTensor):
             return _orthogonalised(update, group)
         mesh, whole = update.device_mesh, update.full_tensor()
-        ranks = dist.get_process_group_ranks(mesh.get_group())
-        owner = ranks[number % len(ranks)]
-        if dist.get_rank() == owner:
+        owner = [int(at) for at in np.unravel_index(number % mesh.size(), mesh.shape)]
+        if list(mesh.get_coordinate() or ()) == owner:
             whole = _orthogonalised(whole, group)
-        dist.broadcast(whole, owner, group=mesh.get_group())
-        return distribute_tensor(whole, mesh, update.placements, src_data_rank=None)
+        for axis, at in enumerate(owner):  # to those beside the owner first, and by them to the others
+            others = mesh.get_group(axis)
+            dist.broadcast(whole, dist.get_process_group_ranks(others)[at], group=others)
+        return whole[local_box(param)]
 
 
 def _orthogonalised(update: Tensor, group: dict[str, Any]) -> Tensor:

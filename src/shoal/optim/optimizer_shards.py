@@ -5,9 +5,9 @@
 2. Each worker's optimizer steps the parameters that it owns, and so has the state of no others.
 3. Owners broadcast their new weights.
 
-Parameters stay whole, so each optimizer whose update of one does not read the others computes the same bits.
-Checkpoints name the state by parameter, as those of pipeline stages do, and any number of workers restores
-them.
+Parameters stay whole, or divided over other workers alone, so each optimizer whose update of one does not
+read the others computes the same bits. Checkpoints name the state by parameter, as those of pipeline stages
+do, and any number of workers restores them.
 
 ``torch.distributed.optim.ZeroRedundancyOptimizer`` shards in the same way and is not used. It constructs the
 inner optimizer and does not forward its attributes, such as ``found_inf``, by which fused optimizers skip a
@@ -30,7 +30,7 @@ from torch.optim import LBFGS, Optimizer
 
 from shoal.decide.ownership import assign_owners
 from shoal.errors import UsageError
-from shoal.optim.moments import parameters_of
+from shoal.optim.moments import local_part, parameters_of
 
 _BUCKET_BYTES = 25 << 20
 """Weights that travel in one message, unless one is larger."""
@@ -106,7 +106,7 @@ class OptimizerShards:
             if kind not in open_bucket or open_bytes[kind] + num_bytes > _BUCKET_BYTES:
                 open_bucket[kind], open_bytes[kind] = [], 0
                 of_owner[owner].append(open_bucket[kind])
-            open_bucket[kind].append(parameter.detach())
+            open_bucket[kind].append(local_part(parameter.detach()))
             open_bytes[kind] += num_bytes
         for turn in zip_longest(*of_owner):
             yield from ((owner, bucket) for owner, bucket in enumerate(turn) if bucket)
@@ -116,24 +116,35 @@ class OptimizerShards:
         parameters = parameters_of(optimizer)
         new = [parameter for parameter in parameters if parameter not in self._owners]
         if new:
-            _check(optimizer)
+            self._check(optimizer)
             owners = assign_owners([parameter.nbytes for parameter in new], self._loads)
             for parameter, owner in zip(new, owners, strict=True):
                 self._owners[parameter] = owner
                 self._loads[owner] += parameter.nbytes
         return parameters
 
+    def _check(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS | ZeroRedundancyOptimizer):
+            why = (
+                "steps all parameters as one" if isinstance(optimizer, LBFGS) else "divides its state itself"
+            )
+            raise UsageError(
+                f"train.shard_optimizer: {name} {why}, so its state cannot be divided by parameter; leave it "
+                "out"
+            )
+        ranks = set(dist.get_process_group_ranks(self._group or dist.group.WORLD))
+        if any(_is_divided_over(ranks, parameter) for parameter in parameters_of(optimizer)):
+            raise UsageError(
+                "train.shard_optimizer: the model's parameters are sharded (DTensor) over the same workers, "
+                "and the optimizer's state with them; leave it out"
+            )
 
-def _check(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS | ZeroRedundancyOptimizer):
-        raise UsageError(
-            f"train.shard_optimizer: {name} "
-            + ("steps all parameters as one" if isinstance(optimizer, LBFGS) else "divides its state itself")
-            + ", so its state cannot be divided by parameter; leave it out"
-        )
-    if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
-        raise UsageError(
-            "train.shard_optimizer: the model's parameters are sharded (DTensor), and the optimizer's state "
-            "with them; leave it out"
-        )
+
+def _is_divided_over(ranks: set[int], parameter: Tensor) -> bool:
+    """Return whether a parameter is divided over workers of ``ranks``, and not only over others."""
+    if not isinstance(parameter, DTensor):
+        return False
+    mesh = parameter.device_mesh
+    groups = [mesh.get_group(k) for k, place in enumerate(parameter.placements) if not place.is_replicate()]
+    return any(len(ranks.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)

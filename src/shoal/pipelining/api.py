@@ -84,6 +84,7 @@ def pipeline(
     memory: Memory | None = None,
     link: Link | None = None,
     data_parallel: DeviceMesh | None = None,
+    tensor_parallel: DeviceMesh | None = None,
     shard: bool = False,
     modules: Sequence[Sequence[str]] | None = None,
     whole: bool = False,
@@ -124,6 +125,8 @@ def pipeline(
             parameters. Default: no limit.
         link: bandwidth and latency between ranks. Default: measured.
         data_parallel: ranks of other replicas that hold the same stages, one dimension. Default: none.
+        tensor_parallel: ranks that have other parts of the same layers, one dimension, where the model's
+            parameters are DTensors of it and its modules compute with their parts. Default: none.
         shard: shard parameters, gradients and optimizer state over the replicas (FSDP2).
         modules: names of the modules of each stage, for a model that cannot be exported.
         whole: where one rank has one stage, run the model itself instead of its graph, with the same numbers:
@@ -178,7 +181,7 @@ def pipeline(
         >>> stage.close()
     """
     own_device = device_of(device, mesh)
-    groups = make_process_groups(mesh, data_parallel, own_device)
+    groups = make_process_groups(mesh, data_parallel, own_device, tensor_parallel)
     example = {name: tensor.detach() for name, tensor in example_inputs.items()}
     is_whole = whole and groups.num_ranks == 1 and virtual_stages in (None, 1)
     is_whole = is_whole and modules is None and cuts is None
@@ -206,12 +209,13 @@ def pipeline(
     mine = [stage for stage, rank in zip(stages, placement, strict=True) if rank == groups.rank]
     lower = _autocast(own_device, autocast)
     runners = {stage.index: StageRunner(stage, lower) for stage in mine}
-    if next(model.parameters()).is_meta:
-        groups.together(lambda: init_meta(mine, model, own_device, initialise=initialise, seed=seed))
-    else:
+    is_on_meta = next(model.parameters()).is_meta
+    if not is_on_meta:
         move_stages(own_device, mine)
     if shard and data_parallel is not None and data_parallel.size() > 1:
         shard_stages(runners.values(), data_parallel, repeated(used_by), wire, blocks if is_whole else ())
+    if is_on_meta:  # of sharded weights each worker allocates its own shards
+        groups.together(lambda: init_meta(mine, model, own_device, initialise=initialise, seed=seed))
     is_verified = verify or decided.schedule.name in SPLIT_BACKWARD
     return Pipeline(
         decided,

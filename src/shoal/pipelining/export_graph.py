@@ -16,15 +16,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx import config
 from torch.utils import _pytree as pytree
 
 from shoal.errors import UsageError
 from shoal.pipelining.random_streams import number_draws
+from shoal.pipelining.stage import replace_tensors
 
 _TORCH_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}", "<")
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -83,7 +85,7 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
                 "set what does not change in the model itself"
             )
     try:
-        with in_mode(model, training), _without_caches(model), _without_stack_traces():
+        with in_mode(model, training), _own_parts(model), _without_caches(model), _without_stack_traces():
             program = torch.export.export(model, (), dict(inputs), strict=False)
     except Exception as error:
         raise UsageError(_refusal(model, error)) from error
@@ -113,6 +115,25 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in before:
             module.training = mode
+
+
+@contextmanager
+def _own_parts(model: nn.Module) -> Iterator[None]:
+    """Give a model whose layers are divided over workers this worker's parts as plain parameters."""
+    whole: dict[int, nn.Parameter] = {}
+
+    def part_of(tensor: Tensor) -> Tensor | None:
+        if not isinstance(tensor, DTensor):
+            return None
+        part = nn.Parameter(tensor.to_local().detach(), tensor.requires_grad)
+        whole[id(part)] = cast(nn.Parameter, tensor)
+        return part
+
+    replace_tensors(model, part_of)
+    try:
+        yield
+    finally:
+        replace_tensors(model, lambda tensor: whole.get(id(tensor)))
 
 
 @contextmanager

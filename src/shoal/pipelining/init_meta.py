@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,10 +31,11 @@ def init_meta(
 ) -> None:
     """Allocate the weights of these stages on a device and initialise them; those of others stay on meta.
 
-    A weight that several of the stages use becomes one object again, and the model's own modules hold the new
-    weights too. Each random operation draws from a stream of (seed, index of the module in the model, number
-    of the operation in it), also those on weights that stay on meta, so that the values do not depend on the
-    layout.
+    Of weights that are divided over workers only this one's parts are allocated, and one whole weight at a
+    time. A weight that several of the stages use becomes one object again, and the model's own modules hold
+    the new weights too. Each random operation draws from a stream of (seed, index of the module in the model,
+    number of the operation in it), also those on weights that stay on meta, so that the values do not depend
+    on the layout.
 
     Args:
         model: the one that was exported.
@@ -46,7 +47,8 @@ def init_meta(
         UsageError: without ``initialise``, a module with weights has neither method.
     """
     held = nn.ModuleList(stage.weights for stage in stages)
-    _allocate(held, model, device)
+    _allocate(held, device)
+    _join(stages, model)
     for stage in stages:
         stage.move_graphs(device)
     _initialise(held, model, device, initialise, seed)
@@ -54,16 +56,23 @@ def init_meta(
 
 def init_whole(model: nn.Module, device: torch.device, *, seed: int = 0) -> None:
     """Allocate a whole model that is on the meta device, with the weights that its stages would get."""
-    _allocate(model, model, device)
+    _allocate(model, device)
     _initialise(model, model, device, None, seed)
 
 
-def _allocate(held: nn.Module, model: nn.Module, device: torch.device) -> None:
-    on_meta = {id(t) for t in (*held.parameters(), *held.buffers()) if t.is_meta}
-    replace_tensors(
-        nn.ModuleList([held, model]),
-        lambda old: torch.empty_like(old, device=device) if id(old) in on_meta else None,
-    )
+def _allocate(held: nn.Module, device: torch.device) -> None:
+    replace_tensors(held, lambda old: torch.empty_like(old, device=device) if old.is_meta else None)
+
+
+def _join(stages: Sequence[StageModule], model: nn.Module) -> None:
+    """Give the model's own modules the tensors of the stages."""
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    held: dict[str, Tensor] = {}
+    for stage in stages:
+        known = stage.parameter_names | stage.buffer_names
+        for named in (stage.named_parameters, stage.named_buffers):
+            held |= {known[own]: each for own, each in named(remove_duplicate=False) if own in known}
+    replace_tensors(model, lambda old: held.get(names[id(old)]))
 
 
 def _initialise(
@@ -96,7 +105,17 @@ class _NumberedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._operation += 1
             if args and isinstance(args[0], DTensor):
                 return _draw_part(func, args[0], *args[1:], **(kwargs or {}))
+        if func is torch.ops.aten.select.int and isinstance(args[0], DTensor):
+            return _select_part(*args)
         return func(*args, **(kwargs or {}))
+
+
+def _select_part(part: DTensor, dim: int, index: int) -> Tensor:
+    """Return what this worker has of a row, such as that of padding; DTensor would return a copy of it."""
+    sizes, offsets = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+    if offsets[dim] <= index < offsets[dim] + sizes[dim]:
+        return part.to_local().select(dim, index - offsets[dim])
+    return part.to_local().new_empty(0)
 
 
 def _draw_part(func: Any, part: DTensor, *args: Any, **kwargs: Any) -> DTensor:

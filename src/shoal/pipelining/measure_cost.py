@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import streams
 from shoal.pipelining.split import container_of, split
-from shoal.pipelining.stage import StageModule, replace_tensors, retarget
+from shoal.pipelining.stage import StageModule, own_part, replace_tensors, retarget
 from shoal.pipelining.unit_runner import UnitModule, run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
 
@@ -148,7 +148,9 @@ def _made_up(device: torch.device) -> Callable[[Tensor], Tensor | None]:
     def replace(tensor: Tensor) -> Tensor | None:
         if not tensor.is_meta:
             return None
-        key = (tensor.shape, tensor.dtype, isinstance(tensor, nn.Parameter), tensor.requires_grad)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        tensor = own_part(tensor)
+        key = (tensor.shape, tensor.dtype, is_parameter, tensor.requires_grad)
         if key not in tensors:
             new = torch.ones_like(tensor, device=device, requires_grad=False)
             if tensor.ndim > 1 and tensor.is_floating_point():

@@ -67,9 +67,11 @@ def decide(
         UsageError: as :meth:`shoal.decide.autotune.ScheduleSearch.choose`, the same on all ranks.
     """
 
-    def decided() -> dict[str, Any]:
-        if given is not None:
-            return asdict(given)
+    kept = groups.of_first_part(None if given is None else asdict(given))
+
+    def decided() -> Any:
+        if kept is not None:
+            return kept
         cost = make_cost()
         search = ScheduleSearch(
             cost=cost,

@@ -29,11 +29,12 @@ _NUM_PINGS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroups:
-    """This worker's pipeline, and the replicas that hold the same stages."""
+    """This worker's pipeline, the replicas that hold the same stages, and those with other parts of them."""
 
     mesh: DeviceMesh
     data_mesh: DeviceMesh | None
     device: torch.device
+    tensor_mesh: DeviceMesh | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -61,8 +62,16 @@ class ProcessGroups:
     def num_replicas(self) -> int:
         return 1 if self.data_mesh is None else self.data_mesh.size()
 
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The workers that have parts of the same layers; ``None`` where layers are whole."""
+        return None if self.tensor_mesh is None else self.tensor_mesh.get_group()
+
     def decide_first(self, action: Callable[[], Any]) -> Any:
         """Run ``action`` on the first rank of the first replica and return its JSON value on all ranks.
+
+        Where layers are divided, all workers that have parts of that rank's run it together; the first of
+        them decides.
 
         Raises:
             ShoalError: raised by ``action``; the same error on all ranks.
@@ -77,9 +86,14 @@ class ProcessGroups:
             decided = broadcast_json(decided, self.data_group, self.device)
         if self.num_ranks > 1:
             decided = broadcast_json(decided, self.group, self.device)
+        decided = self.of_first_part(decided)
         if "error" in decided:
             raise _error_of(decided)
         return decided["value"]
+
+    def of_first_part(self, value: Any) -> Any:
+        """Return the JSON value of the first worker that has a part of this one's layers."""
+        return value if self.tensor_group is None else broadcast_json(value, self.tensor_group, self.device)
 
     def together(self, action: Callable[[], T]) -> T:
         """Run ``action`` on every rank; if one raises, all ranks raise the same error.
@@ -112,7 +126,10 @@ class ProcessGroups:
 
 
 def make_process_groups(
-    mesh: DeviceMesh | None, data_mesh: DeviceMesh | None, device: torch.device
+    mesh: DeviceMesh | None,
+    data_mesh: DeviceMesh | None,
+    device: torch.device,
+    tensor_mesh: DeviceMesh | None = None,
 ) -> ProcessGroups:
     """Check the meshes of the user. Without one, all workers are one pipeline.
 
@@ -132,13 +149,13 @@ def make_process_groups(
                 "mesh['dp']"
             )
         mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("pp",))
-    for name, chosen in (("mesh", mesh), ("data_parallel", data_mesh)):
+    for name, chosen in (("mesh", mesh), ("data_parallel", data_mesh), ("tensor_parallel", tensor_mesh)):
         if chosen is not None and chosen.ndim != 1:
             raise UsageError(
                 f"{name} has {chosen.ndim} dimensions {chosen.mesh_dim_names}; "
-                "it must have one: pass mesh['pp'] or mesh['dp']"
+                "it must have one: pass mesh['pp'], mesh['dp'] or mesh['tp']"
             )
-    return ProcessGroups(mesh=mesh, data_mesh=data_mesh, device=device)
+    return ProcessGroups(mesh=mesh, data_mesh=data_mesh, device=device, tensor_mesh=tensor_mesh)
 
 
 def broadcast_json(value: Any, group: dist.ProcessGroup, device: torch.device, root: int = 0) -> Any:

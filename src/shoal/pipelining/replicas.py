@@ -31,13 +31,6 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
-def place_gradient(parameter: nn.Parameter) -> None:
-    """Divide a gradient as its parameter is: torch leaves that of an embedding whole on each worker."""
-    own: Tensor = parameter
-    if isinstance(own, DTensor) and isinstance(own.grad, DTensor) and own.grad.placements != own.placements:
-        own.grad = own.grad.redistribute(placements=own.placements)
-
-
 class ReplicaSum:
     """Sums gradients over the replicas in buckets, overlapped with the backward passes of other stages.
 

@@ -22,7 +22,7 @@ from shoal.pipelining.loss import Batch, Count, check_inputs, micro_batches, num
 from shoal.pipelining.pipeline_plan import PipelinePlan
 from shoal.pipelining.process_groups import ProcessGroups
 from shoal.pipelining.random_streams import streams
-from shoal.pipelining.replicas import ReplicaSum, place_gradient
+from shoal.pipelining.replicas import ReplicaSum
 from shoal.pipelining.stage import StageModule
 from shoal.pipelining.stage_runner import StageRunner
 from shoal.pipelining.state_dict import ModelPart
@@ -125,7 +125,9 @@ class Pipeline:
         self._tracer = Tracer(groups.device, self._inside)
         self._offset_s = clock_offset(groups.group, groups.device)
         self._runtimes: dict[bool, ScheduleRuntime] = {}
-        self._failures = FailureDetector(_peers(plan, groups), groups.group, groups.data_group)
+        self._failures = FailureDetector(
+            _peers(plan, groups), groups.group, groups.data_group, groups.tensor_group
+        )
 
     # ---- a step -----------------------------------------------------------------------------------------
 
@@ -317,8 +319,6 @@ class Pipeline:
     def _reduced(self, stage: int) -> None:
         """Begin to sum the gradients of a finished stage, except those that another stage here still adds
         to."""
-        for parameter in self._runners[stage].parameters():
-            place_gradient(parameter)
         mine = self._left.pop(stage, set())
         ready = mine.difference(*self._left.values())
         self._replicas.start([p for p in self._parameters.values() if p in ready])
@@ -352,16 +352,19 @@ def _is_sharded(parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
 
 def _peers(plan: PipelinePlan, groups: ProcessGroups) -> dict[int, str]:
     """Return the role of every worker of all replicas, by global rank."""
-    column = torch.tensor(
-        dist.get_process_group_ranks(groups.data_group) if groups.data_group else [dist.get_rank()],
-        device=groups.device,
-    )
-    columns = [torch.empty_like(column) for _ in range(groups.num_ranks)]
-    dist.all_gather(columns, column, group=groups.group)
+    ranks = torch.tensor([dist.get_rank()], device=groups.device)
+    for group in (groups.tensor_group, groups.data_group, groups.group):
+        if group is not None:
+            gathered = [torch.empty_like(ranks) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(gathered, ranks, group=group)
+            ranks = torch.stack(gathered)
+    num_parts = 1 if groups.tensor_group is None else dist.get_world_size(groups.tensor_group)
     peers: dict[int, str] = {}
-    for rank, ranks in enumerate(columns):
+    for number, other in enumerate(ranks.flatten().tolist()):
+        rank, rest = divmod(number, groups.num_replicas * num_parts)
+        replica, part = divmod(rest, num_parts)
         stages = [str(stage) for stage, owner in enumerate(plan.schedule.placement) if owner == rank]
         role = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
-        for replica, other in enumerate(ranks.tolist()):
-            peers[other] = f"{role} of replica {replica}" if groups.num_replicas > 1 else role
+        role = f"part {part} of {role}" if num_parts > 1 else role
+        peers[other] = f"{role} of replica {replica}" if groups.num_replicas > 1 else role
     return peers

@@ -13,13 +13,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.node import map_arg
 
 from shoal.errors import UsageError
 from shoal.pipelining.dataflow import Dataflow
 from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import operation_of
-from shoal.pipelining.stage import Body, StageModule, TensorSpec, owner_of
+from shoal.pipelining.stage import Body, StageModule, TensorSpec, own_part, owner_of
 from shoal.pipelining.units import Units, module_path, units_of
 
 Bounds = list[tuple[int, int]]
@@ -223,7 +224,9 @@ def _copy(
     if node in exported.constant_nodes:
         return graph.get_attr(f"constants.{_add_constant(root.constants, exported.constant_nodes[node])}")
     names = exported.parameter_nodes if node in exported.parameter_nodes else exported.buffer_nodes
-    return graph.get_attr(f"weights.{names[node]}")
+    copy = graph.get_attr(f"weights.{names[node]}")
+    is_divided = isinstance(getattr(*owner_of(exported.model, names[node])), DTensor)
+    return graph.call_function(own_part, (copy,)) if is_divided else copy
 
 
 def _add_constant(constants: Any, value: Tensor) -> str:

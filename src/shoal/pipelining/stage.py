@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 
 
@@ -148,6 +149,11 @@ def replace_tensors(root: nn.Module, replace: Callable[[Tensor], Tensor | None])
                     known[id(old)] = (old, new)
                 if (new := known[id(old)][1]) is not None:
                     table[name] = new
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this worker's part of a tensor, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def owner_of(container: nn.Module, name: str) -> tuple[nn.Module, str]:

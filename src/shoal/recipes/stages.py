@@ -75,7 +75,7 @@ def open_stages(
         ShoalError: the weights cannot be read; another worker failed.
     """
     layout = {
-        "workers": [parallel.pipeline, batch.num_workers],
+        "workers": [parallel.pipeline, batch.num_workers, parallel.tensor],
         "batch": [batch.micro_batch_size, batch.accumulation_steps],
         "stages": [parallel.virtual_stages, parallel.schedule, parallel.optimize],
         "torch": torch.__version__,
@@ -90,6 +90,7 @@ def open_stages(
         example,
         mesh=mesh["pp"],
         data_parallel=mesh["dp"],
+        tensor_parallel=mesh["tp"] if parallel.tensor > 1 else None,
         microbatches=batch.accumulation_steps,
         schedule=parallel.schedule,
         virtual_stages=parallel.virtual_stages,
@@ -112,7 +113,7 @@ def open_stages(
     if fill is not None:
         fill(stage.module)
     if not is_whole:  # it would keep the weights of its stages, which FSDP2 has replaced by shards
-        replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+        replace_tensors(model, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     shards = OptimizerShards(mesh["dp"].get_group()) if run.shards_optimizer else None
     run.use(PipelineUpdate(stage, mesh["pp"], shards=shards))
     if not servers.is_synchronous:  # of a worker's own gradients; DDP names the group and the weights
