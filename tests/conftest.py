@@ -104,6 +104,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             importlib.import_module("shoal.comm.native_group").build()
 
 
+def pytest_unconfigure() -> None:
+    """Let the collector see all again: Triton's bindings name what it cannot free at the exit as leaked."""
+    gc.unfreeze()
+
+
 def _reasons(config: pytest.Config) -> list[str]:
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
