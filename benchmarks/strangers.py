@@ -18,7 +18,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -71,10 +71,13 @@ def store() -> Iterator[tuple[int, int]]:
     process.join()
 
 
-def greeting(*, to_store: bool) -> bytes:
-    """Return the words of a stranger, of the form of a member's, with a wrong HMAC."""
-    if not to_store:
-        return MARK + secrets.token_bytes(HELLO_BYTES - len(MARK))
+def greeting_of_a_helper() -> bytes:
+    """Return the words of a stranger at a helper, of the form of a member's, with a wrong HMAC."""
+    return MARK + secrets.token_bytes(HELLO_BYTES - len(MARK))
+
+
+def greeting_of_a_store() -> bytes:
+    """Return the words of a stranger at a store, of the form of a member's, with a wrong HMAC."""
     return _message(STORE_PROTOCOL, secrets.token_bytes(32), secrets.token_bytes(32))
 
 
@@ -122,31 +125,28 @@ def processor_us(pid: int) -> float:
     return total_ns / 1e3
 
 
-def intrude(port: int, count: int, *, to_store: bool) -> None:
+def intrude(port: int, count: int, greeting: Callable[[], bytes]) -> None:
     for _ in range(count):
         with socket.create_connection((ADDRESS, port)) as connection:
-            connection.sendall(greeting(to_store=to_store))
+            connection.sendall(greeting())
             _ends(connection)
 
 
 def measure(bench: Benchmark) -> None:
     count = QUICK_STRANGERS if bench.quick else NUM_STRANGERS
-    with helper() as (pid, port):
-        most = bytes_until_cut(port, greeting(to_store=False))
-        bench.limit("bytes read of a stranger at a helper", most, 64, unit="bytes", formula="64")
-        intrude(port, WARM_UP, to_store=False)
-        before = processor_us(pid)
-        intrude(port, count, to_store=False)
-        each = (processor_us(pid) - before) / count
-        bench.limit("processor time for a stranger at a helper", each, 50, unit="us", formula="50")
-    with store() as (pid, port):
-        most = bytes_until_cut(port, greeting(to_store=True))
-        bench.limit("bytes read of a stranger at the store", most, 256, unit="bytes", formula="256")
-        intrude(port, WARM_UP, to_store=True)
-        before = processor_us(pid)
-        intrude(port, count, to_store=True)
-        each = (processor_us(pid) - before) / count
-        bench.limit("processor time for a stranger at the store", each, 50, unit="us", formula="50")
+    for place, listening, greeting, most_bytes in (
+        ("a helper", helper, greeting_of_a_helper, 64),
+        ("the store", store, greeting_of_a_store, 256),
+    ):
+        with listening() as (pid, port):
+            read = bytes_until_cut(port, greeting())
+            case = f"bytes read of a stranger at {place}"
+            bench.limit(case, read, most_bytes, unit="bytes", formula=str(most_bytes))
+            intrude(port, WARM_UP, greeting)
+            before = processor_us(pid)
+            intrude(port, count, greeting)
+            each = (processor_us(pid) - before) / count
+            bench.limit(f"processor time for a stranger at {place}", each, 50, unit="us", formula="50")
 
 
 def main() -> None:
