@@ -14,13 +14,22 @@ from typing import Any
 import job_workers
 import pytest
 import torch.distributed as dist
-from pretrain_jobs import losses, prepare_small, run, small_config, wait
+from pretrain_jobs import (
+    losses,
+    prepare_small,
+    run,
+    small_bert_config,
+    small_config,
+    wait,
+    wait_for_step,
+)
 
 from forked import fork_process
 from shoal import record
 from shoal.env.worker import WorkerEnv, WorkerRanks
-from shoal.errors import EXIT_LOST
+from shoal.errors import EXIT_LOST, EXIT_STOPPED
 from shoal.recipes.albert import AlbertConfig
+from shoal.train.run import Run
 from shoal.train.step import Step
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +57,7 @@ def elastic_config(text: Path, run_dir: Path, **distributed: Any) -> AlbertConfi
 
 
 def start(
-    config: AlbertConfig,
+    config: Any,
     rank: int,
     *,
     dies: tuple[int, str] = (0, ""),
@@ -58,56 +67,55 @@ def start(
     """Start a worker.
 
     Args:
-        dies: step and place in which it sends itself a signal.
+        dies: step and place, a method of ``Step`` or ``Run``, in which it sends itself a signal.
         by: the signal.
         awaits: step before which it waits until so many processes have asked to take part.
     """
     return fork_process(_work, config, rank, dies, by, awaits)
 
 
-def _work(
-    config: AlbertConfig, rank: int, dies: tuple[int, str], by: signal.Signals, awaits: tuple[int, int]
-) -> None:
+def _work(config: Any, rank: int, dies: tuple[int, str], by: signal.Signals, awaits: tuple[int, int]) -> None:
 
     def before(step: Step, *_: Any) -> None:
         members = step._training.world.members
         assert members is not None
-        while step.number == awaits[0] and members._num_admitted + _waiting(members) < awaits[1]:
+        while step.number == awaits[0] and _num_asked(members) < awaits[1]:
             time.sleep(0.01)
 
-    def die(step: Step, *_: Any) -> None:
-        if step.number == dies[0]:
+    def die(at: Step | Run, *_: Any) -> None:
+        if dies[0] == (at.number if isinstance(at, Step) else at.step):
             os.kill(os.getpid(), by)
 
-    _before("__enter__", before)
+    _before(Step, "__enter__", before)
     if dies[1]:
-        _before(dies[1], die)
+        _before(Step if hasattr(Step, dies[1]) else Run, dies[1], die)
     ranks = WorkerRanks(rank=rank, num_workers=NUM_WORKERS, local_rank=rank, num_local_workers=NUM_WORKERS)
     store = config.run.dir.parent / "store"
     worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=0, launcher="test", store_file=store)
     job_workers._work(partial(job_workers._run_recipe, config), config.run.dir, worker)
 
 
-def _waiting(members: Any) -> int:
-    return int(members._store.add("num_waiting", 0)) - int(members._num_admitted)
+def _num_asked(members: Any) -> int:
+    """Return how many processes have asked to take part in the present loop."""
+    return int(members._store.add(members._key("num_waiting"), 0))
 
 
-def _before(name: str, action: Callable[..., None]) -> None:
-    """Call an action before a method of :class:`Step`."""
-    method = getattr(Step, name)
+def _before(kind: type, name: str, action: Callable[..., None]) -> None:
+    """Call an action before a method."""
+    method = getattr(kind, name)
 
     def both(*args: Any, **kwargs: Any) -> Any:
         action(*args)
         return method(*args, **kwargs)
 
-    setattr(Step, name, both)
+    setattr(kind, name, both)
 
 
-def logs(config: AlbertConfig) -> str:
+def logs(config: Any) -> str:
     return "\n".join(path.read_text()[-3000:] for path in sorted(config.run.dir.glob("*.log")))
 
 
-def changes(config: AlbertConfig) -> list[tuple[int, int]]:
+def changes(config: Any) -> list[tuple[int, int]]:
     rows = record.read_record(config.run.dir)
     return [(row.num_before, row.num_workers) for row in rows if isinstance(row, record.Members)]
 
@@ -162,3 +170,59 @@ def test_a_worker_that_stands_still_is_given_up(
     assert "the others went on without this process" in logs(config)
     assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
     assert changes(config) == [(3, 2)]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(("step", "place"), [(6, "evaluation"), (12, "lacks_scores"), (12, "_finish")])
+def test_a_worker_is_lost_between_steps(
+    step: int, place: str, lost: int, text: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    config = elastic_config(text, tmp_path / "run")
+    workers = [
+        start(config, rank, dies=(step, place) if rank == lost else (0, "")) for rank in range(NUM_WORKERS)
+    ]
+    codes = wait(workers)
+    assert codes == [KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)], logs(config)
+    rows = record.read_record(config.run.dir)
+    assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
+    assert {row.step for row in rows if isinstance(row, record.Evaluation)} == {6, 12}
+    assert [row.step for row in rows if isinstance(row, record.End)] == [12]
+    assert (config.run.dir / "transformers" / "model.safetensors").is_file()
+    assert changes(config) == [(3, 2)]
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_phases_with_a_worker_that_is_lost_and_comes_back(lost: int, text: Path, tmp_path: Path) -> None:
+    fixed = small_bert_config(text, tmp_path / "fixed")
+    assert run(fixed, 1) == [0]
+    config = small_bert_config(
+        text, tmp_path / "run", distributed={"elastic": "1:3", "worker_patience_s": 30}
+    )
+    workers = [
+        start(config, rank, dies=(3, "backward") if rank == lost else (0, ""), awaits=(11, 1))
+        for rank in range(NUM_WORKERS)
+    ]
+    workers[lost].join()
+    wait_for_step(config.run.dir, 9, workers)
+    again = start(config, lost)
+    codes = wait([*workers, again])
+    assert codes == [*(KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)), 0], logs(config)
+    assert losses(config.run.dir) == pytest.approx(losses(fixed.run.dir), rel=1e-6)
+    assert changes(config) == [(3, 2), (2, 3)]
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_worker_that_is_asked_to_stop_leaves(
+    asked: int, text: Path, expected: dict[int, float], tmp_path: Path
+) -> None:
+    config = elastic_config(text, tmp_path / "run")
+    workers = [
+        start(config, rank, dies=(4, "backward") if rank == asked else (0, ""), by=signal.SIGTERM)
+        for rank in range(NUM_WORKERS)
+    ]
+    codes = wait(workers)
+    assert codes == [EXIT_STOPPED if rank == asked else 0 for rank in range(NUM_WORKERS)], logs(config)
+    assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
+    assert changes(config) == [(3, 2)]
+    rows = record.read_record(config.run.dir)
+    assert not any(isinstance(row, record.Stop) for row in rows)

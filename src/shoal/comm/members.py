@@ -21,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
-from shoal.decide.members import read_counts
+from shoal.decide.members import is_larger_part, read_counts
 from shoal.env.settings import launch_dir
 from shoal.env.standstills import name_standstill
 from shoal.errors import EXIT_LOST, UsageError
@@ -83,7 +83,8 @@ class Members:
         self._handle = c10d._get_reconfigure_handle()
         self._watch = StandstillWatch(self._store, self._handle, patience_s, self._give_up)
         self._store.set(f"pid/{self._handle}", str(os.getpid()))
-        self.generation = self._num_admitted = self.num_before = 0
+        self.generation = self.num_before = self._phase = 0
+        self._num_admitted: dict[str, int] = {}  # by phase
         self._handles: list[str] = []
         self.has_begun = self._store.check(["newest"])
 
@@ -113,17 +114,23 @@ class Members:
         """Make a group of this process alone, for what comes before :meth:`ask`."""
         self._reconfigure(secrets.randbits(62), [self._handle])
 
-    def ask(self) -> bool:
-        """Wait until the members take this process in; return false if their work is over."""
+    def enter(self, phase: int) -> None:
+        """Begin a phase of the work, the same on all members; numbers of phases grow."""
+        self._phase = phase
+        self._tell("phase", str(phase))
+
+    def ask(self, phase: int = 0) -> bool:
+        """Wait until the members take this process in; return false if they are past this phase."""
+        self._phase = phase
         while True:
-            number = self._store.add("num_waiting", 1)
-            self._store.set(f"waiting/{number}", self._handle)
-            while not self._store.check([f"welcome/{number}"]):
-                if self._store.check(["over"]):
+            number = self._store.add(self._key("num_waiting"), 1)
+            self._store.set(self._key(f"waiting/{number}"), self._handle)
+            while not self._store.check([self._key(f"welcome/{number}")]):
+                if self.are_done or self._is_past(phase):
                     return False
                 time.sleep(_POLL_S)
             try:
-                self._follow(int(self._store.get(f"welcome/{number}").decode()))
+                self._follow(int(self._store.get(self._key(f"welcome/{number}")).decode()))
             except CommError as error:  # one of the others was lost meanwhile
                 _log.warning("not taken in, asks again: %s", error)
             else:
@@ -131,7 +138,27 @@ class Members:
 
     def end(self) -> None:
         """Let those that ask know that the members need nobody any more."""
-        self._store.set("over", "1")
+        self._tell("over", "1")
+
+    @property
+    def are_done(self) -> bool:
+        """Return whether the members need nobody any more."""
+        return bool(self._store.check(["over"]))
+
+    def _is_past(self, phase: int) -> bool:
+        """Return whether the members are in a later phase."""
+        return self._store.check(["phase"]) and int(self._store.get("phase")) > phase
+
+    def _key(self, name: str) -> str:
+        """Return the name in the store of what belongs to the present phase."""
+        return f"{name}/{self._phase}"
+
+    def _tell(self, key: str, value: str) -> None:
+        """Write what helps those that come later, of whom there are none without the store."""
+        try:
+            self._store.set(key, value)
+        except dist.DistError as error:
+            _log.warning("the job's store is lost, and no process can join any more: %s", error)
 
     def close(self) -> None:
         """Watch the others no more."""
@@ -148,10 +175,15 @@ class Members:
     def num_waiting(self) -> int:
         """Return how many processes have asked so far, and have room; without the store nobody can come."""
         try:
-            asked = int(self._store.add("num_waiting", 0))
+            asked = int(self._store.add(self._key("num_waiting"), 0))
         except dist.DistError:
-            return self._num_admitted
-        return asked if self._at_most is None else min(asked, self._num_admitted + self._at_most - self.size)
+            return self._admitted
+        return asked if self._at_most is None else min(asked, self._admitted + self._at_most - self.size)
+
+    @property
+    def _admitted(self) -> int:
+        """Number of processes that were taken in in this phase."""
+        return self._num_admitted.get(str(self._phase), 0)
 
     def admit(self, num_waiting: int) -> bool:
         """Take in who waits; return whether somebody did.
@@ -159,34 +191,44 @@ class Members:
         Args:
             num_waiting: the first member's :meth:`num_waiting`, on all members.
         """
-        if num_waiting <= self._num_admitted:
+        if num_waiting <= self._admitted:
             return False
         generation = self.generation + 1
         if self.rank == 0:
-            numbers = range(self._num_admitted + 1, num_waiting + 1)
-            new = [self._store.get(f"waiting/{number}").decode() for number in numbers]
-            self._decide(generation, [*self._handles, *new], num_waiting)
+            numbers = range(self._admitted + 1, num_waiting + 1)
+            new = [self._store.get(self._key(f"waiting/{number}")).decode() for number in numbers]
+            admitted = self._num_admitted | {str(self._phase): num_waiting}
+            self._decide(generation, [*self._handles, *new], admitted)
             for number in numbers:
-                self._store.set(f"welcome/{number}", str(generation))
+                self._store.set(self._key(f"welcome/{number}"), str(generation))
         self._follow(generation)
         return True
+
+    def can_spare(self, num_members: int) -> bool:
+        """Return whether the others go on if so many leave."""
+        return 0 < num_members <= self.size - self._at_least
+
+    def leave(self) -> None:
+        """Be no member any more; the others :meth:`renew` meanwhile."""
+        self._store.set(f"leaving/{self.generation + 1}/{self._handle}", "1")
+        self.generation = 0
 
     def has_lost(self) -> bool:
         """Return whether the group has failed, so that an exception may come from the loss of a member."""
         return self._group.engine.error() is not None
 
-    def renew(self, cause: Exception, step: int) -> None:
+    def renew(self, cause: object, step: int) -> None:
         """Go on with those that are left. All of them call it.
 
         Args:
-            cause: the error by which the loss was noticed.
+            cause: the error by which a loss was noticed, or another reason in words.
             step: steps done, for messages.
 
         Raises:
             CommError: too few are left, or they went on without this process.
         """
         while True:
-            _log.warning("a member was lost after step %d: %s", step, cause)
+            _log.warning("the members change after step %d: %s", step, cause)
             generation = self.generation + 1
             self._store.set(f"present/{generation}/{self._handle}", "1")
             self._await(generation, step)
@@ -198,12 +240,18 @@ class Members:
                 self.generation, cause = generation, error
 
     def _await(self, generation: int, step: int) -> None:
-        """Wait until the next members are decided: those that are present once no other can come."""
+        """Wait until the next members are decided: those that are present once no other can come.
+
+        A network that is cut in two leaves two parts that can reach the store. The smaller one waits for the
+        other's decision as long as some process there counts on.
+        """
         deadline = time.monotonic() + self._group.operations.timeout.total_seconds()
         while not self._store.check([f"plan/{generation}"]):
-            gone = self._watch.silent | {self._handles[rank] for rank in self._group.engine.lost_ranks()}
-            present = [each for each in self._handles if self._store.check([f"present/{generation}/{each}"])]
-            if gone.issuperset(set(self._handles) - set(present)) or time.monotonic() > deadline:
+            present, leaving = (self._marked(mark, generation) for mark in ("present", "leaving"))
+            lost = {self._handles[rank] for rank in self._group.engine.lost_ranks()}
+            gone, missing = {*self._watch.silent, *lost, *leaving}, set(self._handles) - set(present)
+            may_decide = is_larger_part(present + leaving, self._handles) or self._watch.stand_still(missing)
+            if (gone >= missing and may_decide) or time.monotonic() > deadline:
                 if len(present) < self._at_least:
                     raise CommError(
                         f"{len(present)} of {len(self._handles)} members are left after step {step}, "
@@ -211,6 +259,10 @@ class Members:
                     )
                 self._decide(generation, present, self._num_admitted)
             time.sleep(_POLL_S)
+
+    def _marked(self, mark: str, generation: int) -> list[str]:
+        """Return the members that have said this of themselves for the next generation, by rank."""
+        return [each for each in self._handles if self._store.check([f"{mark}/{generation}/{each}"])]
 
     def _give_up(self, silent: frozenset[str]) -> None:
         """Fail what waits for members that stand still; on their host, its launcher ends them."""
@@ -222,7 +274,7 @@ class Members:
                     folder, int(handle.partition("-")[0]), self._store.get(f"pid/{handle}").decode()
                 )
 
-    def _decide(self, generation: int, handles: list[str], num_admitted: int) -> None:
+    def _decide(self, generation: int, handles: list[str], num_admitted: dict[str, int]) -> None:
         """Propose the next members; the first proposal counts."""
         proposal = json.dumps({"members": handles, "num_admitted": num_admitted})
         self._store.compare_set(f"plan/{generation}", "", proposal)
@@ -278,7 +330,8 @@ def meet(elastic: str, patience_s: float) -> Members:
 
 # ---- who stands still -----------------------------------------------------------------------------------
 
-_MOST_BEAT_S = 3.0
+_MOST_BEAT_S = 1.0
+_COUNTS_OF_END = 3
 _END_S = 5.0
 
 
@@ -320,6 +373,12 @@ class StandstillWatch:
         """The watched processes that stand still."""
         with self._lock:
             return self._silent
+
+    def stand_still(self, names: Collection[str]) -> bool:
+        """Return whether these have stood still for several counts, so that they have probably ended."""
+        until = time.monotonic() - _COUNTS_OF_END * self._beat_s
+        with self._lock:
+            return all(self._seen[name][1] < until for name in names if name in self._seen)
 
     def close(self) -> None:
         """End the thread."""

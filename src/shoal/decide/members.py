@@ -1,10 +1,12 @@
-"""Reads how many workers a training may have that goes on when some are lost and others come."""
+"""Decides how a training goes on when some workers are lost and others come."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from shoal.decide.order import worker_part
 from shoal.errors import UsageError
 
 
@@ -44,3 +46,29 @@ def read_counts(text: str) -> MemberCounts:
             f"distributed.elastic {text!r} is not LEAST:MOST, two numbers of workers from 1 on such as 4:8"
         )
     return counts
+
+
+def shares_of_members(global_batch_size: int, micro_batch_size: int, num_workers: int) -> tuple[int, ...]:
+    """Return the samples of each worker: whole micro-batches, which are then those of any other number.
+
+    Empty: there are not enough for all, or they do not divide the batch; then parts are of equal size.
+
+    Example:
+        >>> shares_of_members(16, 4, num_workers=3), shares_of_members(16, 4, num_workers=5)
+        ((4, 4, 8), ())
+    """
+    count, rest = divmod(global_batch_size, micro_batch_size)
+    if rest or count < num_workers:
+        return ()
+    parts = (worker_part(count, rank, num_workers) for rank in range(num_workers))
+    return tuple(micro_batch_size * len(part) for part in parts)
+
+
+def is_larger_part(present: Sequence[str], members: Sequence[str]) -> bool:
+    """Return whether those that are present are more than half of the members, or the half with the first.
+
+    Example:
+        >>> is_larger_part(["a", "c"], ["a", "b", "c", "d"]), is_larger_part(["b", "d"], ["a", "b", "c", "d"])
+        (True, False)
+    """
+    return 2 * len(present) + (members[0] in present) > len(members)

@@ -323,20 +323,32 @@ class Cluster:
         """
         if workers_per_host < 1:
             raise UsageError(f"{workers_per_host} workers per host must be at least 1")
-        port = MASTER_PORT + self._num_jobs % 1_000  # the last job's port may still have connections
         self._num_jobs += 1
-        workers = []
-        for rank in range(self.num_hosts * workers_per_host):
-            variables = worker_variables(
-                rank,
-                num_hosts=self.num_hosts,
-                workers_per_host=workers_per_host,
-                master=(self.address(0), port),
-            )
-            stdout, stderr = outputs(rank)
-            host, variables = rank // workers_per_host, {**variables, **(env or {})}
-            workers.append(self.start(host, argv, env=variables, stdout=stdout, stderr=stderr))
-        return workers
+        return [
+            self.start_worker(rank, argv, workers_per_host=workers_per_host, env=env, outputs=outputs)
+            for rank in range(self.num_hosts * workers_per_host)
+        ]
+
+    def start_worker(
+        self,
+        rank: int,
+        argv: Sequence[str],
+        *,
+        workers_per_host: int,
+        env: Mapping[str, str] | None,
+        outputs: Callable[[int], tuple[Output, Output]],
+    ) -> subprocess.Popen[str]:
+        """Start one worker of :meth:`start_workers`, perhaps again."""
+        port = MASTER_PORT + self._num_jobs % 1_000  # the last job's port may still have connections
+        variables = worker_variables(
+            rank,
+            num_hosts=self.num_hosts,
+            workers_per_host=workers_per_host,
+            master=(self.address(0), port),
+        )
+        stdout, stderr = outputs(rank)
+        host, variables = rank // workers_per_host, {**variables, **(env or {})}
+        return self.start(host, argv, env=variables, stdout=stdout, stderr=stderr)
 
     def run(
         self,

@@ -5,17 +5,27 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.env.settings import INTERFACE as INTERFACE_VARIABLE
 from shoal.env.settings import LAUNCH_DIR
+from shoal.env.worker import STORE_FILE
 from shoal.errors import EXIT_OK, UsageError
 from shoal.launch.job_size import check_use_of_helpers
 from shoal.launch.supervision import Job, Outcome
+
+if TYPE_CHECKING:
+    from shoal.launch.emulated import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +57,45 @@ class Hosts:
         if workers_per_host < 1:
             raise UsageError(f"{workers_per_host} workers per host must be at least 1")
         return describe(plan_cluster(**asdict(self), prefix="shoal"), workers_per_host=workers_per_host)
+
+
+class HostEvent(NamedTuple):
+    """A host that is cut off, or one that comes back."""
+
+    seconds: float
+    """After the workers were started."""
+    host: int | None
+    """The host that is cut off; ``None``: the one that is away longest comes back."""
+
+
+def read_events(text: str, num_hosts: int) -> list[HostEvent]:
+    """Return the events of ``HOST@SECONDSs,join@SECONDSs``.
+
+    Raises:
+        UsageError: the text has another form; an event is out of order; there is no such host to lose, or
+            none to come back.
+
+    Example:
+        >>> read_events("3@40s,join@60s", num_hosts=4)
+        [HostEvent(seconds=40.0, host=3), HostEvent(seconds=60.0, host=None)]
+    """
+    events: list[HostEvent] = []
+    away: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,3}|join)@(\d{1,6}(?:\.\d{1,3})?)s", part)
+        if match is None:
+            raise UsageError(f"--fail {text!r}: {part!r} is neither HOST@SECONDSs, as in 3@40s, nor join@60s")
+        host = None if match[1] == "join" else int(match[1])
+        event = HostEvent(float(match[2]), host)
+        if events and event.seconds < events[-1].seconds:
+            raise UsageError(f"--fail {text!r}: {part} comes before {events[-1].seconds:g}s: put it in order")
+        if host is None and not away:
+            raise UsageError(f"--fail {text!r}: no host is away at {part}: lose one before")
+        if host is not None and (host >= num_hosts or host in away):
+            raise UsageError(f"--fail {text!r}: {part} names none of {num_hosts} hosts that is there then")
+        events.append(event)
+        away = away[1:] if host is None else [*away, host]
+    return events
 
 
 def emulate(
@@ -83,8 +132,20 @@ def emulate(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch_emulated(command: Sequence[str], hosts: Hosts, *, workers_per_host: int, log_dir: Path) -> int:
+def launch_emulated(
+    command: Sequence[str],
+    hosts: Hosts,
+    *,
+    workers_per_host: int,
+    log_dir: Path,
+    is_elastic: bool = False,
+    events: Sequence[HostEvent] = (),
+) -> int:
     """Run a worker command on emulated hosts, as :func:`shoal.launch.local.launch` does on this host.
+
+    Args:
+        is_elastic: workers go on without one that is lost, and take it in when it is started again.
+        events: hosts that are cut off and come back.
 
     Returns:
         0, :data:`~shoal.errors.EXIT_STOPPED` when the workers saved and left, or that of the first failure.
@@ -93,14 +154,58 @@ def launch_emulated(command: Sequence[str], hosts: Hosts, *, workers_per_host: i
         UsageError: a number or a rate is invalid, or this machine cannot emulate hosts.
         ShoalError: the hosts could not be created or a helper's server did not start.
     """
+    from shoal.launch.emulated_network import INTERFACE  # not for --help
+
     hosts.check(workers_per_host)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))
     try:
         with Job(log_dir, error_dir=folder) as job:
-            _run(job, command, hosts, workers_per_host, log_dir=log_dir, env={LAUNCH_DIR: str(folder)})
+            env = {LAUNCH_DIR: str(folder)}
+            if is_elastic:  # a store that stays when a host is lost
+                env |= {STORE_FILE: str(folder / "store"), INTERFACE_VARIABLE: INTERFACE}
+            failures = Failures(events, workers_per_host) if is_elastic else None
+            _run(job, command, hosts, workers_per_host, log_dir=log_dir, env=env, failures=failures)
         return job.outcome().report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Failures:
+    """Cuts hosts off and connects them again, at their times, in a thread."""
+
+    def __init__(self, events: Sequence[HostEvent], workers_per_host: int) -> None:
+        self._events, self._workers_per_host = events, workers_per_host
+        self._away: list[int] = []
+
+    def has_host_of(self, rank: int) -> bool:
+        """Return whether the host of a worker is connected."""
+        return rank // self._workers_per_host not in self._away
+
+    @contextmanager
+    def of(self, cluster: Cluster) -> Iterator[None]:
+        """Let the hosts of a cluster fail in this block."""
+        ended = threading.Event()
+        thread = threading.Thread(target=self._run, args=(cluster, ended), name="failures", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _run(self, cluster: Cluster, ended: threading.Event) -> None:
+        began = time.monotonic()
+        for event in self._events:
+            if ended.wait(max(0.0, began + event.seconds - time.monotonic())):
+                return
+            host = self._away[0] if event.host is None else event.host
+            cluster.link(host, up=event.host is None)
+            if event.host is None:
+                self._away.remove(host)
+            else:
+                self._away.append(host)
+            what = "is connected again" if event.host is None else "is cut off"
+            print(f"shoal: host {host} {what} after {event.seconds:g} s", file=sys.stderr, flush=True)
 
 
 def _run(
@@ -111,6 +216,7 @@ def _run(
     *,
     log_dir: Path,
     env: Mapping[str, str] | None = None,
+    failures: Failures | None = None,
 ) -> None:
     """Create the hosts, run the command on each until it ends, and remove the hosts."""
     from shoal.launch.emulated import Cluster
@@ -119,10 +225,17 @@ def _run(
         cluster.start_helpers()
         if job.stop_requested:
             return
-        workers = cluster.start_workers(
-            command, workers_per_host=workers_per_host, env=env, outputs=job.outputs
-        )
-        job.wait(dict(enumerate(workers)))
+        options: Any = {"workers_per_host": workers_per_host, "env": env, "outputs": job.outputs}
+        workers = dict(enumerate(cluster.start_workers(command, **options)))
+        if failures is None:
+            job.wait(workers)
+        else:
+            with failures.of(cluster):
+                job.wait(
+                    workers,
+                    restart=lambda rank: cluster.start_worker(rank, command, **options),
+                    can_restart=failures.has_host_of,
+                )
         for index, helper in enumerate(cluster.helpers):
             if helper.poll() is not None:
                 print(

@@ -99,6 +99,7 @@ class Job:
         self._files = ExitStack()
         self._handlers: dict[signal.Signals, Any] = {}
         self._restart: Callable[[int], subprocess.Popen[str]] | None = None
+        self._can_restart: Callable[[int], bool] = lambda rank: True
         self._restart_at: dict[int, float] = {}
         self._num_restarts: Counter[int] = Counter()
 
@@ -140,14 +141,16 @@ class Job:
         workers: Mapping[int, subprocess.Popen[str]],
         *,
         restart: Callable[[int], subprocess.Popen[str]] | None = None,
+        can_restart: Callable[[int], bool] = lambda rank: True,
     ) -> None:
         """Wait for the end of all workers (by rank): forward signals, and kill those past a deadline.
 
         Args:
             restart: starts a worker again, where the others go on without it if a signal has ended it, or if
                 they have given it up.
+            can_restart: whether its host is there; called again and again.
         """
-        self._workers, self._restart = dict(workers), restart
+        self._workers, self._restart, self._can_restart = dict(workers), restart, can_restart
         sent: list[int] = []
         kill_at: dict[str, float] = {}
         reports = self._error_dir is not None
@@ -208,12 +211,15 @@ class Job:
             code = self._workers[rank].poll()
             if code is None:
                 continue
-            if self._restart is None or self.stop_requested or not self._is_lost(rank, code):
+            if self._has_left(rank, code):
+                print(f"shoal: worker {rank} has left; the others go on", file=sys.stderr, flush=True)
+                del self._workers[rank]
+            elif self._restart is None or self.stop_requested or not self._is_lost(rank, code):
                 self.exit_codes[rank] = code
                 self._ended_at[rank] = now
             elif rank not in self._restart_at:
                 self._restart_at[rank] = now + self._pause_before_restart(rank, code)
-            elif now > self._restart_at[rank]:
+            elif now > self._restart_at[rank] and self._can_restart(rank):
                 del self._restart_at[rank]
                 self._workers[rank] = self._restart(rank)
         if not any(rank not in self._restart_at for rank in self._alive()):
@@ -227,6 +233,11 @@ class Job:
         for rank, pid in take_standstills(self._error_dir):
             if rank in self._workers and self._workers[rank].pid == pid:
                 end_process_groups([self._workers[rank]], grace_s=0)
+
+    def _has_left(self, rank: int, code: int) -> bool:
+        """Return whether a worker that has ended was asked to stop by another than this launcher."""
+        goes_on = EXIT_OK in self.exit_codes.values() or any(each != rank for each in self._alive())
+        return self._restart is not None and code == EXIT_STOPPED and not self.stop_requested and goes_on
 
     def _is_lost(self, rank: int, code: int) -> bool:
         """Return whether a worker that has ended is one without which the others go on."""

@@ -136,9 +136,9 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_samples, sop_loss=sop_loss, sop_accuracy=sop_correct)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
-                score()
+                run.workers.together(score)
         if run.lacks_scores("validation"):
-            score()
+            run.workers.together(score)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

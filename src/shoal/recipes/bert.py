@@ -268,9 +268,9 @@ def train_phase(
                     step.add(step.num_samples, nsp_loss=nsp_loss, nsp_accuracy=nsp_correct)
             step.update(optimizer, max_norm=config.optim.max_grad_norm)
         if run.due(config.run.validation_frequency, evaluation=True):
-            score()
+            run.workers.together(score)
     if run.lacks_scores("validation"):
-        score()
+        run.workers.together(score)
     return references
 
 

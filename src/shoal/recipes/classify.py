@@ -170,6 +170,10 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         loss_of = score_loss if config.data.scores else label_loss
         run.keep(model=model, optimizer=optimizer)
 
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> None:
+            evaluate(model, held_out, config, run)
+
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
             TaskSource(data=training, seed=run.seed),
@@ -188,9 +192,9 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                     step.backward(loss / step.num_samples)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
-                evaluate(model, held_out, config, run)
+                run.workers.together(score)
         if run.lacks_scores():
-            evaluate(model, held_out, config, run)
+            run.workers.together(score)
 
         # ----------------------------------------------------------------------------------------- export
         return finetuning.finish(run, model, source)

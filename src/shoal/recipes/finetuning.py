@@ -198,10 +198,8 @@ def open_source(config: SourceConfig, run: "Run") -> Path:
     path, world = required(config.path), run.world
     if find_source(path).kind == "hub":  # each host has a cache of its own
         return Path(run_on_all(world.control, lambda: str(resolve(path)))[world.rank])
-    folder = required(run.directory)
-    return Path(
-        run_on_all(world.control, lambda: str(prepare_source(path, folder)) if world.is_main else "")[0]
-    )
+    folder, is_first = required(run.directory), world.is_main or world.is_late
+    return Path(run_on_all(world.control, lambda: str(prepare_source(path, folder)) if is_first else "")[0])
 
 
 def prepare_source(path: Path, run_dir: Path) -> Path:

@@ -279,9 +279,9 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_targets, lm_loss=loss, lm_accuracy=num_correct)
                 step.update(*optimizers.values(), max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
-                score()
+                run.workers.together(score)
         if run.lacks_scores("validation"):
-            score()
+            run.workers.together(score)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

@@ -194,6 +194,10 @@ def main(config: LmFinetuneConfig, worker: WorkerEnv | None = None) -> int:
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         run.keep(model=model if adapters is None else adapters.trained(), optimizer=optimizer)
 
+        # ----------------------------------------------------------------------------------------- evaluation
+        def score() -> None:
+            evaluate(ddp, held_out, config, run)
+
         # ----------------------------------------------------------------------------------------- loop
         steps = run.steps(
             ReaderSource(reader=training),
@@ -211,9 +215,9 @@ def main(config: LmFinetuneConfig, worker: WorkerEnv | None = None) -> int:
                     step.add(step.num_targets, lm_loss=loss, lm_accuracy=num_correct)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True) and held_out:
-                evaluate(ddp, held_out, config, run)
+                run.workers.together(score)
         if held_out and run.lacks_scores():
-            evaluate(ddp, held_out, config, run)
+            run.workers.together(score)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

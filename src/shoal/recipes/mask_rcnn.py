@@ -227,6 +227,12 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
             run.evaluation("validation", recorded(scored.scores), num_samples=held_out.num_examples)
             return scored
 
+        def last_objects() -> "tuple[Scored, list[Any] | None]":
+            """Return what was found with the last weights, by the workers that are there now."""
+            is_whole = scored is not None and scored.num_workers == run.world.num_workers
+            last = required(scored) if is_whole else score()  # a kill came before the end
+            return last, gather_results(run.world, last)
+
         # ----------------------------------------------------------------------------------------- loop
         scored: Scored | None = None
         steps = run.steps(
@@ -255,12 +261,11 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                         step.add(0, replaced_images=batch["replaced"].sum())
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
-                scored = score()
+                scored = run.workers.together(score)
         record_reads(run, held_out.shards.counts_folder)
         results = None
         if not run.stopped and not run.is_over:
-            scored = scored or score()  # a kill came before the end
-            results = gather_results(run.world, scored)
+            scored, results = run.workers.together(last_objects)
         return export(config, run, model, categories, scored, results)
 
 
@@ -425,6 +430,8 @@ class Scored:
 
     objects: "Objects"
     """This worker's part."""
+    num_workers: int = 1
+    """Workers that had a part."""
     truth: "CocoAnnotations | None" = None
     scores: "list[CocoScore]" = field(default_factory=list)
     """Of boxes, and of masks if the network has them."""
@@ -476,7 +483,9 @@ def evaluate(
     )
     scores = [score_across_workers(world, truth, objects[kind], kind) for kind in objects]
     there = [score for score in scores if score]
-    return Scored(objects=objects, truth=truth if there else None, scores=there)
+    return Scored(
+        objects=objects, num_workers=world.num_workers, truth=truth if there else None, scores=there
+    )
 
 
 def score_across_workers(

@@ -297,15 +297,15 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if not step.is_done:
                 continue
-            if average:
+            if average and not step.is_given:
                 average.update(model, run.step)
             if run.due(validation_ends, evaluation=True):
-                scored = score()
+                scored = run.workers.together(score)
             if run.due(epoch_ends):
                 run.save()
         record_reads(run, train.counts_folder)
         if scored is None and not run.stopped and not run.is_over:  # a kill came before the end
-            scored = score()
+            scored = run.workers.together(score)
         return export(config, run, scored, num_classes, train.manifest.classes)
 
 

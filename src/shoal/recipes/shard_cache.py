@@ -75,7 +75,7 @@ def counts_folder(world: "World") -> Path:
     from shoal.env.machine import host_identity
     from shoal.train.world import all_gather_json
 
-    is_first = world.ranks.local_rank == 0
+    is_first = world.ranks.local_rank == 0 or world.is_late
     made = tempfile.mkdtemp(prefix="shoal-reads-") if is_first else None
     if made is not None:
         atexit.register(shutil.rmtree, made, ignore_errors=True)
@@ -96,8 +96,9 @@ def record_reads(run: "Run", counts: Path | None) -> None:
     from shoal.train.world import all_gather_json
 
     own = asdict(total_counts(counts)) if run.world.ranks.local_rank == 0 else None
-    gathered = [counts for counts in all_gather_json(run.world.control, own) if counts is not None]
-    if run.log:
+    everywhere = run.workers.together(lambda: all_gather_json(run.world.control, own))
+    gathered = [counts for counts in everywhere if counts is not None]
+    if run.log and gathered:  # the process that has a host's counts may be lost
         totals = {name: sum(counts[name] for counts in gathered) for name in gathered[0]}
         kept = {name: totals[name] for name in ("memory_bytes", "peer_bytes", "storage_bytes")}
         row = Reads(step=run.step, peer_failures=totals["num_peer_failures"], **kept)

@@ -141,6 +141,10 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     run.keep(model=model, optimizer=optimizer)
 
+    # --------------------------------------------------------------------------------------------- evaluation
+    def score() -> dict[str, float]:
+        return evaluate(model, held_out, config, run)
+
     # --------------------------------------------------------------------------------------------- loop
     scores: dict[str, float] = {}
     steps = run.steps(
@@ -167,9 +171,9 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
                 step.backward(loss / step.num_samples)
             step.update(optimizer, max_norm=config.optim.max_grad_norm)
         if run.due(config.run.validation_frequency, evaluation=True):
-            scores = evaluate(model, held_out, config, run)
+            scores = run.workers.together(score)
     if run.lacks_scores():
-        scores = evaluate(model, held_out, config, run)
+        scores = run.workers.together(score)
     return model, scores
 
 

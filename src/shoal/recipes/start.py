@@ -15,7 +15,7 @@ from shoal.env.launcher import worker_env
 from shoal.env.machine import num_gpus
 from shoal.env.worker import WorkerEnv, num_training_hosts
 from shoal.errors import EXIT_OK, UsageError
-from shoal.launch.emulated_job import Hosts
+from shoal.launch.emulated_job import Hosts, read_events
 from shoal.planner.hardware import Catalog, Machines, require_accelerators
 from shoal.train.config import required
 from shoal.train.run_dir import require_free, require_writable
@@ -37,6 +37,9 @@ class Launch:
     on: Literal["local", "emulated"] = "local"
     """local: workers on this host; emulated: emulated hosts with separate networks, on this machine."""
     emulated: Annotated[Hosts, Parameter(name="*")] = field(default_factory=Hosts)
+    fail: str | None = None
+    """Emulated hosts that are cut off and come back, in seconds after the start, such as 3@40s,join@60s; with
+    --distributed.elastic."""
     dry_run: bool = False
     """Print the resolved settings, the batch arithmetic, parameters and memory, and stop."""
     cluster: str | None = None
@@ -53,8 +56,12 @@ class Launch:
             )
         if self.on == "local" and (options := self.emulated.changed_options()):
             raise UsageError(f"{', '.join(options)} set up emulated hosts: add --on emulated")
+        if self.on == "local" and self.fail is not None:
+            raise UsageError(f"--fail {self.fail} is for emulated hosts: add --on emulated")
         if self.on == "emulated" and self.emulated.hosts is None:
             raise UsageError("--on emulated needs --hosts N, the number of hosts to emulate")
+        if self.fail is not None:
+            read_events(self.fail, required(self.emulated.hosts))
         if self.on == "emulated" and (self.nnodes != 1 or self.rdzv is not None):
             raise UsageError(
                 "--nnodes and --rdzv name real hosts and do not go with --on emulated: use --hosts"
@@ -125,6 +132,8 @@ def start(
         ShoalError: a worker failed.
         ModuleNotFoundError: torch is not installed.
     """
+    if options.fail is not None and not is_elastic:
+        raise UsageError(f"--fail {options.fail} goes with --distributed.elastic LEAST:MOST: add it")
     worker = worker_env()
     if worker is not None:
         from shoal.launch.worker import run_worker
@@ -145,7 +154,14 @@ def start(
     require_free(run_dir)  # before the workers' logs are written over
     log_dir = run_dir / "logs"
     if options.on == "emulated":
-        return launch_emulated(command, options.emulated, workers_per_host=num_local, log_dir=log_dir)
+        return launch_emulated(
+            command,
+            options.emulated,
+            workers_per_host=num_local,
+            log_dir=log_dir,
+            is_elastic=is_elastic,
+            events=read_events(options.fail, num_hosts) if options.fail else (),
+        )
     return launch(
         command,
         num_workers=num_local,

@@ -137,6 +137,11 @@ class T5Config:
                 f"distributed.shares {self.distributed.shares}: the stages of T5 are built for parts of one "
                 "size; leave it out"
             )
+        if self.distributed.elastic is not None:
+            raise UsageError(
+                f"distributed.elastic {self.distributed.elastic}: the stages of T5 are built for workers "
+                "that stay; leave it out"
+            )
         self.parallel.check_steps(self.servers.option)
         if self.servers.mode == "sync":
             raise UsageError(

@@ -236,9 +236,9 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
                         step.backward(mean_loss * (batch["labels"] != IGNORED).sum() / step.num_targets)
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if run.due(config.run.validation_frequency, evaluation=True):
-                score()
+                run.workers.together(score)
         if run.lacks_scores():
-            score()
+            run.workers.together(score)
 
         # ----------------------------------------------------------------------------------------- export
         if stage is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from shoal.train.checkpoint_state import flatten, local_state, restore
 from shoal.train.gradients import ChangingWorkers
 from shoal.train.run_dir import own
 from shoal.train.step import Step, Workers, seed_key_of
+
+T = TypeVar("T")
 
 
 class Crew:
@@ -235,7 +237,8 @@ class ChangingMembers(Workers):
     def __init__(self, run: Any, members: Members, take_over: Callable[[str], None]) -> None:
         self._run, self._members, self._take_over = run, members, take_over
         self._has_state = members.generation > 0
-        self._leads = False
+        self._leads = self._is_together = False
+        self._num_together = 0
         members.on_change = self._changed
 
     @property
@@ -246,11 +249,32 @@ class ChangingMembers(Workers):
     def num_waiting(self) -> int:
         return self._members.num_waiting() if self._members.is_first else 0
 
-    def join(self) -> bool:
+    def join(self, until: int) -> bool:
         if self._members.generation == 0:
-            return self._members.ask()
+            return self._members.ask(until)
+        self._members.enter(until)
         self._lead()
         return True
+
+    @property
+    def are_done(self) -> bool:
+        return self._members.are_done
+
+    def together(self, action: Callable[[], T]) -> T:
+        if self._is_together or self._members.generation == 0:
+            return action()
+        number = self._num_together + 1
+        while True:
+            with self.survive():
+                self._is_together = True
+                try:
+                    result = action()
+                    self._run.world.barrier()
+                    self._num_together = number
+                finally:
+                    self._is_together = False
+            if self._num_together >= number:  # here, or where others were past it: all have a result then
+                return result
 
     @contextmanager
     def survive(self) -> Iterator[None]:
@@ -263,6 +287,19 @@ class ChangingMembers(Workers):
 
     def admit(self, num_waiting: int) -> bool:
         return self._members.admit(num_waiting)
+
+    def release(self, num_leaving: int, *, leaves: bool) -> bool:
+        run = self._run
+        if not self._members.can_spare(num_leaving):
+            return False
+        if leaves:
+            if run._checkpointer is not None:
+                run._checkpointer.finish()
+            self._members.leave()
+            run.world.forget_ranks()
+        else:
+            self._members.renew(f"{num_leaving} were asked to stop", run.step)
+        return True
 
     def agree(self, step: Step) -> Exception | None:
         try:
@@ -277,7 +314,7 @@ class ChangingMembers(Workers):
         if not isinstance(error, Exception) or not self._members.has_lost():
             return False
         self._members.renew(error, self._run.step)
-        step.is_done = self._run.step >= step.number  # others had done it, and gave their state
+        step.is_done = step.is_given = self._run.step >= step.number
         return True
 
     def end(self) -> None:
@@ -293,6 +330,9 @@ class ChangingMembers(Workers):
             ddp.renew()
         run._training.seed_key = seed_key_of(run.seed, self._members.rank)
         step, source = newest_state(run.step if self._has_state else -1)
+        together = torch.tensor(self._num_together if self._has_state else 0)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX)
+        self._num_together = int(together)
         if source is not None:
             self._has_state = self._has_state and run.step == step
             state = {
@@ -333,6 +373,8 @@ class ChangingMembers(Workers):
             if run.directory is not None and run._settings.output.save:
                 keep = run._settings.output.keep_checkpoints
                 run._checkpointer = Checkpointer(run.directory, keep=keep, is_alone=True)
+                if self._members.generation > 1 and run.step:
+                    run.save()  # the former first worker may not have ended its last one
 
 
 # ---- state ------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from shoal.data.loader import copies_to
 from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
+from shoal.decide.members import shares_of_members
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
@@ -87,7 +88,15 @@ from shoal.train.reporting import (
 )
 from shoal.train.run_dir import open_run_dir, own, recorded_backend, require_writable
 from shoal.train.servers.choice import choose_update
-from shoal.train.step import LayerNorms, RunningMetrics, Step, StepState, before_clipping, seed_key_of
+from shoal.train.step import (
+    LayerNorms,
+    RunningMetrics,
+    Step,
+    StepState,
+    Workers,
+    before_clipping,
+    seed_key_of,
+)
 from shoal.train.stopping import (
     StopRequest,
     Target,
@@ -368,6 +377,11 @@ class Run:
         return self._batch
 
     @property
+    def workers(self) -> Workers:
+        """The workers, which with ``distributed.elastic`` go on without one that is lost."""
+        return self._training.workers
+
+    @property
     def shards_optimizer(self) -> bool:
         """True if the settings divide the optimizer's state over the data-parallel workers."""
         return self._settings.loop.shard_optimizer
@@ -519,6 +533,11 @@ class Run:
         if not isinstance(batch, BatchPlan):
             num_replicas = self.world.ranks.num_workers if replica is None else replica[1]
             batch = plan_batch(batch, num_replicas, section=section, unit=self._settings.unit)
+        if replica is not None and self.world.members is not None:
+            raise UsageError(
+                "distributed.elastic is for replicas of the whole model, and run.steps was given a replica "
+                "of several workers: leave one of them out"
+            )
         if self._settings.output.evaluate is not None:
             until = total = self.step
         self._batch, self._section, self._until, self._total = batch, section, until, total or until
@@ -538,8 +557,8 @@ class Run:
         if phase is not None and self.log and self.step == since:
             self.log.write(_row_of_phase(phase, since, until, batch))
         self._profiler = self._profiler or _open_profiler(self)
-        if not self._training.workers.join():
-            self.is_over = True
+        if not self._training.workers.join(until):
+            self.is_over = self._training.workers.are_done
             return
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
@@ -550,13 +569,20 @@ class Run:
                 micro_batch_size=self.batch.micro_batch_size,
                 rank=index,
                 num_workers=num_replicas,
-                shares=self._shares.current if self._shares else (),
+                shares=self._current_shares(),
             )
             yield from self._attempt(source, shard, left, targets, on_host)
-        if self.step == until and self._evaluations.have_reached():
+        if self.step == until and self.workers.together(self._evaluations.have_reached):
             self._end_early(is_reached=True)
         if self.step == self._total or self.stopped or self.reached:
             self._training.workers.end()
+
+    def _current_shares(self) -> tuple[int, ...]:
+        """Return the samples of each worker, by rank; empty: equal parts."""
+        if self.world.members is not None:
+            sizes = self.batch.global_batch_size, self.batch.micro_batch_size
+            return shares_of_members(*sizes, self.world.num_workers)
+        return self._shares.current if self._shares else ()
 
     def _attempt(
         self,
@@ -640,6 +666,9 @@ class Run:
         if num_best:
             scores.best_step(self.step)
             self.save()
+        if num_stops and not num_reached and workers.release(num_stops, leaves=stops):
+            self.stopped = stops
+            return None
         if num_reached or num_stops:
             self._end_early(is_reached=num_reached > 0)
             return None
@@ -731,12 +760,12 @@ class Run:
         Args:
             split: the split of the scores; default: any.
         """
-        if self.directory is None or self.stopped or self.is_over:
+        if self.directory is None or self.stopped or self.is_over or self.world.is_late:
             return False
         if self._settings.output.evaluate is not None:
             return not self._evaluations.scores
         self._settle()
-        return self._evaluations.lacks(self.step, split)
+        return self.workers.together(lambda: self._evaluations.lacks(self.step, split))
 
     def sum(self, values: Sequence[float] | Tensor) -> list[float]:
         """Return each value summed over all workers, in float64."""
@@ -779,6 +808,16 @@ class Run:
                 steps = f"{self.step:,} of {self._total:,} steps"
                 print(self._settings.ended(self.directory, steps, self._evaluations.end_of_run()))
             return EXIT_OK
+        self.workers.together(lambda: self._finish(export, summary))
+        return EXIT_OK
+
+    def _finish(
+        self,
+        export: Callable[[Path], None] | None,
+        summary: Callable[[Mapping[str, record.Evaluation]], str] | None,
+    ) -> None:
+        """Wait for what is under way, and let the first worker write the end of the run. A collective."""
+        assert self.directory is not None
         self._evaluations.finish(self.log)
         self._evaluations.report_target(self.step, self.log)
         if self._checkpointer is not None:
@@ -796,7 +835,6 @@ class Run:
             )
             if summary:
                 self.log.progress.say(summary(last))
-        return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
 

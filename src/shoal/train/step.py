@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from shoal.optim.moments import parameters_of
 from shoal.train.gradients import DataParallel, LossScale, Update
 from shoal.train.reporting import StepTimer
 from shoal.train.world import World, run_on_all
+
+T = TypeVar("T")
 
 _MASK = (1 << 63) - 1
 
@@ -93,9 +95,26 @@ class Workers:
         """Return how often they have changed."""
         return 0
 
-    def join(self) -> bool:
-        """Become one of the workers before the first step; return false if the run is over. A collective."""
+    def join(self, until: int) -> bool:
+        """Become one of the workers before a loop; return false if they are past it. A collective.
+
+        Args:
+            until: last step of the loop.
+        """
         return True
+
+    @property
+    def are_done(self) -> bool:
+        """Return whether the run is over, for a process that comes too late for a loop."""
+        return False
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Return the result of an action of all workers between steps, such as an evaluation. A collective.
+
+        With ``distributed.elastic`` those that are left repeat it if a worker is lost in it; else such a loss
+        is an error.
+        """
+        return action()
 
     def survive(self) -> AbstractContextManager[None]:
         """Return a context for what comes before a step; one that has lost a worker ends early."""
@@ -108,6 +127,15 @@ class Workers:
 
     def admit(self, num_waiting: int) -> bool:
         """Take in who has asked, up to this number; return whether somebody did. A collective."""
+        return False
+
+    def release(self, num_leaving: int, *, leaves: bool) -> bool:
+        """Go on without workers that were asked to stop; return false if all stop. A collective.
+
+        Args:
+            num_leaving: number of these.
+            leaves: whether this is one of them.
+        """
         return False
 
     def agree(self, step: Step) -> Exception | None:
@@ -130,6 +158,8 @@ class Step:
         num_samples: number of samples of the global batch.
         num_targets: number of targets of the global batch, at least 1; see ``targets`` of :meth:`Run.steps`.
         is_done: whether the step was committed.
+        is_given: whether others had committed it when a worker was lost, and gave their state to this one,
+            with all that :meth:`Run.keep` has.
         sums: this worker's parts of the figures of :meth:`add`.
         counts: of the items that each of them is a mean over.
         learning_rate: of the first group of the first optimizer.
@@ -153,7 +183,7 @@ class Step:
         self.number = number
         self.num_samples = shard.global_batch_size
         self.num_targets = num_targets
-        self.is_done = False
+        self.is_done = self.is_given = False
         self.sums: dict[str, Tensor] = {}
         self.counts: dict[str, int] = {}
         self.learning_rate = math.nan

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -211,11 +212,15 @@ if number == 1 and "still" in sys.argv:
     (folder / f"still-{os.getpid()}").touch()
     os.kill(os.getpid(), signal.SIGSTOP)
 elif number == 1:
-    sys.exit(76) if "given-up" in sys.argv else os.kill(os.getpid(), signal.SIGKILL)
+    codes = {"given-up": 76, "left": 75}
+    asked = next((codes[word] for word in sys.argv if word in codes), None)
+    os.kill(os.getpid(), signal.SIGKILL) if asked is None else sys.exit(asked)
 """
 
 
-def elastic_job(folder: Path, *words: str) -> tuple[int, str]:
+def elastic_job(
+    folder: Path, *words: str, can_restart: Callable[[int], bool] = lambda rank: True
+) -> tuple[int, str]:
     """Run a worker that ends at once in its first life, and one that lives until a file is there."""
 
     def start(rank: int) -> subprocess.Popen[str]:
@@ -226,7 +231,7 @@ def elastic_job(folder: Path, *words: str) -> tuple[int, str]:
     errors = folder / "errors"
     errors.mkdir()
     with Job(folder / "logs", error_dir=errors) as job:
-        job.wait({rank: start(rank) for rank in (0, 1)}, restart=start)
+        job.wait({rank: start(rank) for rank in (0, 1)}, restart=start, can_restart=can_restart)
         outcome = job.outcome()
     return outcome.exit_code, outcome.text
 
@@ -236,6 +241,25 @@ def test_a_lost_worker_is_started_again(way: str, tmp_path: Path, capfd: pytest.
     assert elastic_job(tmp_path, "life-2", way) == (0, "")
     how = "given up by the others" if way == "given-up" else "ended by SIGKILL"
     assert f"worker 1 was {how}; the others go on" in capfd.readouterr().err
+
+
+def test_a_worker_that_has_left_is_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert elastic_job(tmp_path, "life-1", "left") == (0, "")
+    assert "worker 1 has left; the others go on" in capfd.readouterr().err
+    assert not (tmp_path / "life-2").exists()
+
+
+def test_a_worker_is_not_started_on_a_host_that_is_away(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def is_there(rank: int) -> bool:
+        asked.append(rank)
+        return len(asked) > 3
+
+    assert elastic_job(tmp_path, "life-2", can_restart=is_there) == (0, "")
+    assert len(asked) == 4
 
 
 def test_a_lost_worker_that_is_not_needed_any_more_is_no_failure(tmp_path: Path) -> None:

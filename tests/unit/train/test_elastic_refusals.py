@@ -10,6 +10,7 @@ import pytest
 from shoal.decide.batch import StagesConfig
 from shoal.errors import UsageError
 from shoal.recipes.albert import AlbertConfig
+from shoal.recipes.t5 import T5Config
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -47,6 +48,11 @@ def test_state_that_is_not_whole_on_each_worker(loop: LoopConfig, servers: Serve
 def test_stages_and_shards(parallel: StagesConfig) -> None:
     with pytest.raises(UsageError, match=r"distributed\.elastic 2:4 does not go with a model in stages"):
         AlbertConfig(parallel=parallel, distributed=ELASTIC)
+
+
+def test_stages_of_t5() -> None:
+    with pytest.raises(UsageError, match=r"distributed\.elastic 2:4: the stages of T5"):
+        T5Config(distributed=ELASTIC)
 
 
 @pytest.mark.parametrize(
