@@ -140,7 +140,8 @@ def _plans(
     plans, refused = [], []
     for cluster in clusters:
         try:
-            plans.append(min(plan(model, cluster, helpers, **options), key=aim.key))
+            ranked = plan(model, cluster, helpers, **{"goal": aim.ranks_by, **options})
+            plans.append(next(filter(aim.meets, ranked), ranked[0]))
         except UsageError as error:
             refused.append(f"{cluster}: {error}")
     if not plans:

@@ -12,10 +12,12 @@ from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.goal import Aim, Goal
 from shoal.planner.hardware import Instance, Machines, require_accelerators
-from shoal.planner.network import ALGORITHMS, WITH_HELPERS
+from shoal.planner.network import ALGORITHMS, COMPARED, WITH_HELPERS
 from shoal.planner.prediction import Part, Plan, Training, predict
 
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
+_TIED = 1e-3
+"""Relative difference below which predictions are equal."""
 
 
 def layouts_of(
@@ -188,7 +190,22 @@ def search(
             f"{workers.instance.name} has no price per hour in the catalog to rank by cost; "
             "use --goal time, or give it a price with --catalog FILE"
         )
-    return sorted(plans, key=Aim(goal=goal).key)
+    return _simplest_first(sorted(plans, key=Aim(goal=goal).key), goal)
+
+
+def _simplest_first(plans: list[Plan], goal: Goal) -> list[Plan]:
+    """Return sorted plans with the simplest of those that are as good as the best before the others.
+
+    Simpler is what needs no servers, fewer stages, and comes first in :data:`COMPARED`.
+    """
+    figures = [plan.total_s if goal == "time" else plan.dollars or 0.0 for plan in plans]
+    tied = [plan for plan, figure in zip(plans, figures, strict=True) if figure <= (1 + _TIED) * figures[0]]
+    simplest = min(tied, key=lambda plan: _complexity(plan.layouts[0]))
+    return [simplest, *(plan for plan in plans if plan is not simplest)]
+
+
+def _complexity(layout: Layout) -> tuple[int, bool, int]:
+    return layout.stages, layout.sharded_optimizer, COMPARED.index(layout.algorithm)
 
 
 def algorithms_of(workers: Machines) -> Sequence[str]:

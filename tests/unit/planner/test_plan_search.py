@@ -69,6 +69,15 @@ def test_time_and_cost_rank_differently() -> None:
     assert "network" in reason(second, best)
 
 
+def test_of_plans_that_are_as_good_the_simplest_comes_first() -> None:
+    training = Training(recipe="made", parts=(part(),))
+    alone = search(training, hosts(1))
+    assert alone[-1].total_s == pytest.approx(alone[0].total_s) and alone[0].layouts[0].algorithm == "ring"
+    fast, slow = (search(training, hosts(8, nic=nic)) for nic in (1e15, 1e8))
+    assert fast[0].layouts[0].algorithm == "ring" != fast[1].layouts[0].algorithm
+    assert slow[0].total_s == pytest.approx(min(plan.total_s for plan in slow), rel=1e-3)
+
+
 def test_sets_of_helpers_are_tried_and_ranked_together() -> None:
     training = Training(recipe="made", parts=(part(),))
     sets = [hosts(count, per_host=0, nic=1e9, accelerator=None, price=20.0) for count in (1, 4, 8)]
