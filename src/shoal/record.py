@@ -225,6 +225,8 @@ class Checkpoint(_Line):
     """Seconds that training was blocked."""
     written_s: float
     """Seconds from the request to the complete file."""
+    uploaded_s: float = 0.0
+    """Seconds from the request to the complete copy in an object store; 0: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock
+from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock, write_atomically
 from shoal.data.manifest import ShardFile, map_file
 from shoal.data.peers import Peer, PeerError, PeerReader, Peers
 from shoal.data.storage import Bytes, LocalStorage, Storage
@@ -357,11 +357,11 @@ class ShardCache:
 
 
 class CachedFiles:
-    """Files of a local directory that are mapped where their copies are.
+    """Files of a prepared directory that are mapped where their copies are.
 
     Args:
         config: location and size of the cache.
-        directory: with the files.
+        storage: of the directory.
         files: all that the hosts read, of which each keeps its own for its peers.
         needed: those of this process. They are copied at once, those that this host owns first.
 
@@ -370,17 +370,40 @@ class CachedFiles:
     """
 
     def __init__(
-        self, config: CacheConfig, directory: Path, files: Iterable[ShardFile], needed: Iterable[ShardFile]
+        self, config: CacheConfig, storage: Storage, files: Iterable[ShardFile], needed: Iterable[ShardFile]
     ) -> None:
         own = config.peers.own_files(files) if config.peers else []
-        self._cache, self._storage = ShardCache(config, own), LocalStorage(directory)
+        self._cache, self._storage = ShardCache(config, own), storage
         with ThreadPoolExecutor(_NUM_COPIED) as pool:
             deque(pool.map(self.get, sorted(needed, key=lambda file: file not in own)), maxlen=0)
 
     def get(self, file: ShardFile) -> mmap.mmap | bytes | memoryview:
-        """Return the bytes of a file: its copy, or without room for one the file itself."""
+        """Return the bytes of a file: its copy, or without room for one the file itself.
+
+        Raises:
+            ShoalError: there is no room, and the file cannot be mapped where it is.
+        """
         copy = self._cache.view(file, lambda: self._storage.parts(file))
-        return copy if copy is not None else map_file(self._storage.directory / file.name, file)
+        if copy is not None:
+            return copy
+        if isinstance(self._storage, LocalStorage):
+            return map_file(self._storage.directory / file.name, file)
+        raise ShoalError(
+            f"{self._storage.path(file)}: the cache {self._cache.name} has no room for its "
+            f"{file.num_bytes:,} bytes, and text of an object store has to fit: give it more "
+            "(--data.cache-bytes), or a larger disk"
+        )
+
+    def description(self, *names: str) -> Path:
+        """Return a folder of the cache with copies of small files of the directory."""
+        contents = {name: self._storage.whole(name) for name in names}
+        digest = hashlib.sha256(b"".join(contents.values())).hexdigest()
+        folder = self._cache.name / f"description-{digest[:16]}"
+        with _locked(self._cache.name / ".description.lock"):  # others of this host write the same
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for name, data in contents.items():
+                write_atomically(folder / name, data)
+        return folder
 
 
 def _shared_counts(folder: Path) -> mmap.mmap:

@@ -29,7 +29,7 @@ class PreparedTextConfig(CachedDataConfig):
     """The text to train on, and how it is read."""
 
     path: Annotated[Path | None, Parameter(group=REQUIRED)] = None
-    """Directory that `shoal prepare text` wrote."""
+    """Directory that `shoal prepare text` wrote, or s3://BUCKET/PREFIX of one, with a cache."""
     verify: Literal["sizes", "checksums"] = "checksums"
     """Compare only file sizes at the start, or read every byte once (1.5 GB/s, on the main worker)."""
     loader_processes: int = 0
@@ -46,13 +46,14 @@ def read_manifest(data: PreparedTextConfig, *, end_token_only: bool = False) -> 
         UsageError: none is named, it is not there, or it has no other special token, which the model needs.
     """
     from shoal.data.manifest import Manifest
+    from shoal.data.storage import open_storage
 
     if data.path is None:
         raise UsageError(
             "data.path is not set: name the directory that `shoal prepare text` wrote, "
             "e.g. --data.path runs/text"
         )
-    manifest = Manifest.load(data.path)
+    manifest = open_storage(data.path).manifest(Manifest)
     if manifest.end_token_only and not end_token_only:
         raise UsageError(
             f"data.path {data.path}: this text was prepared with --end-token, for causal language models "
@@ -142,11 +143,14 @@ def open_shards(
     Raises:
         UsageError: there is no prepared text, or the model's vocabulary is too small for it.
     """
+    from shoal.data.objects import scheme_of
     from shoal.data.text.shards import TextShards
 
     manifest, path = read_manifest(data, end_token_only=end_token_only), required(data.path)
     manifest.check_vocabulary(vocab_size, sentinels=sentinels)
     cache = data.open_cache(world, "text", path)
+    if cache is None and scheme_of(path) is not None:
+        cache = data.own_cache()
     level = data.verify if world is not None and world.is_main else "sizes"
     train = TextShards(path, "train", verify=level, manifest=manifest, cache=cache)
     return train, TextShards(path, "validation", verify=level, manifest=manifest, cache=cache)

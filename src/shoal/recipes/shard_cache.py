@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from shoal.errors import UsageError
 from shoal.train.config import parse_bytes
@@ -37,6 +37,19 @@ class CachedDataConfig:
                 "for it, e.g. --data.cache /dev/shm/shards"
             )
 
+    def own_cache(self, **settings: Any) -> "CacheConfig | None":
+        """Return the cache that the settings name, of this host alone.
+
+        Args:
+            settings: further ones of :class:`~shoal.data.cache.CacheConfig`.
+        """
+        if self.cache is None:
+            return None
+        from shoal.data.cache import CacheConfig
+
+        num_bytes = parse_bytes(self.cache_bytes, "data.cache_bytes")
+        return CacheConfig(directory=self.cache, num_bytes=num_bytes, **settings)
+
     def open_cache(
         self,
         world: "World | None",
@@ -55,15 +68,8 @@ class CachedDataConfig:
         """
         if self.cache is None or world is None:
             return None
-        from shoal.data.cache import CacheConfig
-
-        cache = CacheConfig(
-            directory=self.cache,
-            num_bytes=parse_bytes(self.cache_bytes, "data.cache_bytes"),
-            evict=evict,
-            counts=counts_folder(world),
-        )
-        if self.cache_peers == "off":
+        cache = self.own_cache(evict=evict, counts=counts_folder(world))
+        if cache is None or self.cache_peers == "off":
             return cache
         from shoal.recipes.shard_peers import join_peers
 

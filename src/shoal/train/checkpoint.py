@@ -9,6 +9,9 @@
    checkpoints. It owns the run directory (``run_dir``), so no other job writes there meanwhile.
 4. :meth:`Checkpointer.restore` loads the newest checkpoint whose checksums match.
 
+With an object store (``checkpoint_uploads``), each worker then uploads what it has written, and the first one
+completes the copy. Hosts that do not share the run directory have whole checkpoints there only.
+
 Workers may hold replicas of a model, shards of it (FSDP2) or pipeline stages, each under the names of the
 whole model. A checkpoint of any such division can be restored into any other.
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -48,6 +52,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from shoal import record
+from shoal.env.machine import host_identity
 from shoal.errors import ShoalError, UsageError
 from shoal.optim.moments import local_box, local_part, parameters_of
 from shoal.train import checkpoint_files as files
@@ -60,6 +65,8 @@ from shoal.train.checkpoint_state import (
     local_state,
     restore,
 )
+from shoal.train.checkpoint_uploads import Uploads, step_in
+from shoal.train.config import RunOutputConfig
 from shoal.train.run_dir import Ownership, own
 from shoal.train.world import all_gather_json, run_on_all
 
@@ -75,7 +82,8 @@ class Restored:
     """A checkpoint that was loaded: its step and plain values, and the newer damaged ones skipped."""
 
     step: int
-    path: Path
+    path: Path | str
+    """A folder, or the location in an object store."""
     values: dict[str, Any]
     damaged: list[str]
 
@@ -86,11 +94,14 @@ class _Pending:
 
     step: int
     path: Path = Path()
+    location: str = ""
+    """Where it is complete, if not at ``path``."""
     requested: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     blocked_s: float = 0.0
     written_s: float = 0.0
     num_bytes: int = 0
+    uploaded_s: float = 0.0
     error: Exception | None = None
 
 
@@ -101,10 +112,11 @@ class Checkpointer:
     start it renames complete checkpoints that a killed process left unnamed, and deletes incomplete ones.
 
     Args:
-        run_dir: an existing directory on a file system that all hosts share.
+        run_dir: an existing directory, on a file system that all hosts share or, with ``uploads``, not.
         keep: number of most recent checkpoints to keep.
         deadline_s: seconds that a worker waits for the others to write.
         is_alone: this process writes and reads the whole state, without the other workers.
+        uploads: to an object store, which has the checkpoints, too; the newest one of both is restored.
 
     Raises:
         UsageError: ``keep`` is below 1, or another job uses the run directory.
@@ -124,7 +136,13 @@ class Checkpointer:
     """
 
     def __init__(
-        self, run_dir: Path, *, keep: int = 3, deadline_s: float = _DEADLINE_S, is_alone: bool = False
+        self,
+        run_dir: Path,
+        *,
+        keep: int = 3,
+        deadline_s: float = _DEADLINE_S,
+        is_alone: bool = False,
+        uploads: Uploads | None = None,
     ) -> None:
         if keep < 1:
             raise UsageError(
@@ -143,7 +161,12 @@ class Checkpointer:
         self._completed: list[record.Checkpoint] = []
         self._good_step: int | None = None
         self._damaged_steps: set[int] = set()
+        self._uploads = uploads
         run_on_all(self._group, self._own_folder)
+        self._is_shared, self._has_folder = True, self._rank == 0
+        if uploads is not None:
+            run_on_all(self._group, lambda: uploads.take_over() if self._rank == 0 else None)
+            self._is_shared, self._has_folder = self._look_around()
         self._recover()
 
     def save(self, step: int, state: Mapping[str, Any], *, wait: bool = False) -> None:
@@ -208,6 +231,14 @@ class Checkpointer:
         if (error := self._settle()) is not None:
             _surface(error)
 
+    def upload_run_files(self) -> None:
+        """Upload the record as it is now, if checkpoints are uploaded; a failure is a line."""
+        if self._uploads is not None and self._rank == 0:
+            try:
+                self._uploads.put_run_files()
+            except ShoalError as error:
+                sys.stderr.write(f"the record was not uploaded: {error}\n")
+
     def restore(self, state: Mapping[str, Any], *, held: Held = parameters_of) -> Restored | None:
         """Load the newest undamaged checkpoint into ``state``, the same one on all workers.
 
@@ -222,16 +253,24 @@ class Checkpointer:
             ShoalError: all checkpoints are damaged, or one is of another format.
             UsageError: the model or the optimizer differs from the saved one; ``state`` is unchanged.
         """
-        listed = run_on_all(self._group, lambda: [str(p) for p in files.list_checkpoints(self._run_dir)])[0]
         damaged: list[str] = []
-        for path in map(Path, reversed(listed)):
-            if (damage := self._find_damage(path)) is None:
+        for name, is_uploaded in reversed(run_on_all(self._group, self._list)[0]):
+            path, named, damage = Path(name), name, None
+            if is_uploaded:
+                path, named, damage = self._fetch(name)
+            if (damage := damage or self._find_damage(path)) is None:
                 workers = run_on_all(self._group, lambda: local_state(state))
                 load = partial(_load, path, state, workers, held)
                 values = run_on_all(self._group, load)[self._rank]
+                self._remove_parts(path)
                 self._good_step = files.step_of(path)
-                return Restored(step=self._good_step, path=path, values=values, damaged=damaged)
-            damaged.append(f"{path}: {damage}")
+                return Restored(
+                    step=self._good_step,
+                    path=named if is_uploaded else path,
+                    values=values,
+                    damaged=damaged,
+                )
+            damaged.append(f"{named}: {damage}")
             self._damaged_steps.add(files.step_of(path))
         if damaged:
             listing = "\n  ".join(damaged)
@@ -245,6 +284,52 @@ class Checkpointer:
         if self._rank == 0:
             self._owner = own(self._run_dir)
             (self._run_dir / files.FOLDER).mkdir(exist_ok=True)
+
+    def _look_around(self) -> tuple[bool, bool]:
+        """Return whether all workers see the first one's files, and whether this one has to bring files."""
+        token = run_on_all(self._group, lambda: self._owner.token if self._owner else "")[0]
+        mark = self._run_dir / files.FOLDER / f"seen-{token}"
+        run_on_all(self._group, lambda: mark.touch() if self._rank == 0 else None)
+        (self._run_dir / files.FOLDER).mkdir(parents=True, exist_ok=True)
+        seen = run_on_all(self._group, lambda: (host_identity(), mark.exists()))
+        run_on_all(self._group, lambda: mark.unlink() if self._rank == 0 else None)
+        if all(each for _, each in seen):
+            return True, self._rank == 0
+        first_of_host = next(rank for rank, (host, _) in enumerate(seen) if host == host_identity())
+        return False, self._rank == first_of_host
+
+    def _list(self) -> list[tuple[str, bool]]:
+        """Return the checkpoints by path, or by name if they are uploaded ones; the oldest first."""
+        if self._rank != 0:
+            return []
+        found = [(step_in(name), False, name) for name in self._uploads.names()] if self._uploads else []
+        if self._is_shared:
+            found += [(files.step_of(p), True, str(p)) for p in files.list_checkpoints(self._run_dir)]
+        return [(name, not is_here) for _, is_here, name in sorted(found)]
+
+    def _fetch(self, name: str) -> tuple[Path, str, str | None]:
+        """Bring an uploaded checkpoint to all hosts; return its folder, its location, and what is wrong."""
+        uploads = self._uploads
+        assert uploads is not None
+
+        def fetch() -> str | None:
+            try:
+                if self._has_folder:
+                    uploads.fetch(name)
+            except UsageError:
+                raise
+            except ShoalError as error:
+                return str(error)
+            return None
+
+        problems = run_on_all(self._group, fetch)
+        path = files.checkpoint_path(self._run_dir, step_in(name))
+        return path, uploads.uri(name), next((problem for problem in problems if problem), None)
+
+    def _remove_parts(self, path: Path) -> None:
+        """Remove a folder that holds a checkpoint on each host, if hosts do not share the run directory."""
+        if not self._is_shared:
+            run_on_all(self._group, lambda: files.remove_folder(path) if self._has_folder else None)
 
     def _recover(self) -> None:
         """Rename complete checkpoints that a killed process left unnamed, and delete its other files."""
@@ -286,15 +371,18 @@ class Checkpointer:
                 written = run_on_all(
                     self._group, lambda: self._write_part(temporary, part, flat.all_values(workers))
                 )
-                sizes = run_on_all(self._group, lambda: self._complete(pending.step, temporary, written))
+                pending.num_bytes = sum(file.num_bytes for file in _files_in(written))
+                if self._is_shared:
+                    sizes = run_on_all(self._group, lambda: self._complete(pending.step, temporary, written))
+                    pending.num_bytes = sizes[0]
+                    pending.written_s = time.monotonic() - pending.requested
+                self._upload(pending, temporary, written)
             except Exception:
                 with contextlib.suppress(RuntimeError, OSError):  # frees the space on a full disk
                     run_on_all(
-                        self._group, lambda: files.remove_folder(temporary) if self._rank == 0 else None
+                        self._group, lambda: files.remove_folder(temporary) if self._has_folder else None
                     )
                 raise
-            pending.num_bytes = sizes[0]
-            pending.written_s = time.monotonic() - pending.requested
         except Exception as error:  # noqa: BLE001  # raised in the training thread, at the next step
             pending.error = error
 
@@ -315,13 +403,42 @@ class Checkpointer:
             if self._owner is not None:
                 self._owner.require()
 
+    def _upload(self, pending: _Pending, temporary: Path, written: list[list[dict[str, Any]]]) -> None:
+        """Upload a checkpoint, which is complete on disk if all hosts share the run directory.
+
+        Raises:
+            ShoalError: it was not uploaded, and is nowhere complete.
+        """
+        uploads, best = self._uploads, files.best_step(self._run_dir)
+        if uploads is None:
+            return
+        mine, everything = _files_in(written[self._rank : self._rank + 1]), _files_in(written)
+        is_first, folder = self._rank == 0, pending.path if self._is_shared else temporary
+        try:
+            name = run_on_all(self._group, lambda: uploads.new_name(pending.step) if is_first else "")[0]
+            run_on_all(self._group, lambda: uploads.put(name, folder, mine))
+            run_on_all(self._group, lambda: uploads.complete(name, everything) if is_first else None)
+            pending.uploaded_s = time.monotonic() - pending.requested
+            run_on_all(
+                self._group, lambda: uploads.prune(name, keep=self._keep, best=best) if is_first else None
+            )
+        except ShoalError as error:
+            if not self._is_shared:
+                raise
+            if is_first:
+                sys.stderr.write(
+                    f"the checkpoint of step {pending.step} is complete in {pending.path}, but not uploaded; "
+                    f"the next one is tried again: {error}\n"
+                )
+        if not self._is_shared:
+            pending.written_s, pending.location = pending.uploaded_s, uploads.uri(name)
+            self._remove_parts(temporary)
+
     def _complete(self, step: int, temporary: Path, written: list[list[dict[str, Any]]]) -> int:
         if self._owner is None:
             return 0
         self._owner.require()
-        num_bytes = files.complete(
-            temporary, step, [WrittenFile(**file) for part in written for file in part]
-        )
+        num_bytes = files.complete(temporary, step, _files_in(written))
         present = [files.step_of(path) for path in files.list_checkpoints(self._run_dir)]
         for old in files.superseded(
             present,
@@ -345,13 +462,25 @@ class Checkpointer:
         self._completed.append(
             record.Checkpoint(
                 step=pending.step,
-                path=str(pending.path),
+                path=pending.location or str(pending.path),
                 num_bytes=pending.num_bytes,
                 blocked_s=pending.blocked_s,
                 written_s=pending.written_s,
+                uploaded_s=pending.uploaded_s,
             )
         )
         return None
+
+
+def open_checkpointer(output: RunOutputConfig, run_dir: Path, *, is_alone: bool = False) -> Checkpointer:
+    """Return the checkpointer of a run by its settings; the arguments are those of :class:`Checkpointer`."""
+    uploads = None if output.upload_to is None else Uploads(output.upload_to, run_dir)
+    return Checkpointer(run_dir, keep=output.keep_checkpoints, is_alone=is_alone, uploads=uploads)
+
+
+def _files_in(written: list[list[dict[str, Any]]]) -> list[WrittenFile]:
+    """Return the files that workers have written."""
+    return [WrittenFile(**file) for part in written for file in part]
 
 
 def _surface(error: Exception) -> NoReturn:

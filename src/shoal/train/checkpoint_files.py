@@ -39,7 +39,7 @@ from shoal.json_text import parse_json
 FOLDER = "checkpoints"
 CONTENTS = "contents.json"
 COMPLETE = "complete.json"
-_BEST = "best-step"
+BEST = "best-step"
 """File of the folder with the step of the run's best checkpoint."""
 FORMAT = 2
 """Number of the format, the names and meaning of the values that a run saves included."""
@@ -154,7 +154,7 @@ def best_step(run_dir: Path) -> int | None:
     Raises:
         ShoalError: the file that names it is malformed.
     """
-    path = run_dir / FOLDER / _BEST
+    path = run_dir / FOLDER / BEST
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8").strip()
@@ -169,7 +169,7 @@ def write_best_step(run_dir: Path, step: int | None) -> None:
     Raises:
         ShoalError: the file cannot be written.
     """
-    path = run_dir / FOLDER / _BEST
+    path = run_dir / FOLDER / BEST
     if step is not None:
         write_atomically(path, f"{step}\n".encode())
     elif path.exists():
@@ -182,6 +182,11 @@ def temporary_path(path: Path, owner: int) -> Path:
     Two owners never write to one folder, even if one of them has not noticed yet that it lost the directory.
     """
     return path.with_name(f"{path.name}.{owner}{_TEMPORARY}")
+
+
+def fetched_path(path: Path) -> Path:
+    """Return the folder in which a checkpoint is that comes from an object store, until it is complete."""
+    return path.with_name(f"{path.name}.fetched")
 
 
 def list_unnamed(run_dir: Path) -> list[Path]:
@@ -263,10 +268,10 @@ def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
         if not (path / file.name).is_file():
             raise ShoalError(
                 f"{path / file.name} was written by another worker and is not there on the first worker's "
-                "host: the run directory must be on a file system that all hosts share"
+                "host: the run directory must be on a file system that all hosts share, or its checkpoints "
+                "in an object store (--run.upload-to s3://BUCKET/PREFIX)"
             )
-    record = {"format": FORMAT, "step": step, "files": [asdict(file) for file in files]}
-    mark = write_file(path / COMPLETE, [json.dumps(record | {"crc32": _crc32_of(record)}, indent=1).encode()])
+    mark = write_file(path / COMPLETE, [mark_of(step, files)])
     final = path.with_name(f"step-{step:08}")
     replaced = path.with_name(final.name + _REPLACED)
     try:
@@ -282,6 +287,13 @@ def complete(path: Path, step: int, files: Iterable[WrittenFile]) -> int:
     return sum(file.num_bytes for file in files) + mark.num_bytes
 
 
+def mark_of(step: int, files: Iterable[WrittenFile]) -> bytes:
+    """Return the content of ``complete.json``."""
+    listed = [asdict(file) for file in sorted(files, key=lambda file: file.name)]
+    record = {"format": FORMAT, "step": step, "files": listed}
+    return json.dumps(record | {"crc32": _crc32_of(record)}, indent=1).encode()
+
+
 def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     """Return a description of the damage of a checkpoint, or ``None``.
 
@@ -291,28 +303,39 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
     Raises:
         ShoalError: the checkpoint is of another format, so it is not damaged and must not be skipped.
     """
+    files, damage = listed_files(path)
+    found = (_file_damage(path, file) for file in files[part::num_parts])
+    return damage or next((problem for problem in found if problem), None)
+
+
+def listed_files(path: Path) -> tuple[list[WrittenFile], str | None]:
+    """Return the files that ``complete.json`` in a folder lists, and its damage.
+
+    Raises:
+        ShoalError: the checkpoint is of another format, so it is not damaged and must not be skipped.
+    """
     try:
         record = parse_json((path / COMPLETE).read_bytes(), COMPLETE)
         stored = record.pop("crc32")
         files = [WrittenFile(**file) for file in record["files"]]
         if stored != _crc32_of(record):
-            return f"{COMPLETE} has the checksum {_crc32_of(record)} instead of {stored}"
+            return [], f"{COMPLETE} has the checksum {_crc32_of(record)} instead of {stored}"
         if record["step"] != step_of(path):
-            return f"{COMPLETE} is of step {record['step']}"
+            return [], f"{COMPLETE} is of step {record['step']}"
         version = int(record["format"])
     except FileNotFoundError:
-        return f"{COMPLETE} is missing"
+        return [], f"{COMPLETE} is missing"
     except OSError as error:
-        return f"{COMPLETE} cannot be read: {error.strerror}"
+        return [], f"{COMPLETE} cannot be read: {error.strerror}"
     except (ShoalError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{COMPLETE} is malformed"
+        return [], f"{COMPLETE} is malformed"
     if version != FORMAT:
         raise ShoalError(
             f"the checkpoint {path} has format {version}, of {'an older' if version < FORMAT else 'a newer'} "
             f"shoal, and this one reads {FORMAT}: continue the run with that version, or start it again with "
             "another --run.dir"
         )
-    return next((damage for file in files[part::num_parts] if (damage := _file_damage(path, file))), None)
+    return files, None
 
 
 def read_contents(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:

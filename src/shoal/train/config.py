@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from cyclopts import Group
 
+from shoal.data.objects import scheme_of
 from shoal.decide.batch import MicroBatch, StagesConfig
 from shoal.decide.batch import ScheduleName as ScheduleName  # options resolve inherited annotations here
 from shoal.decide.bounded_waiting import WaitingRule
@@ -90,6 +91,9 @@ class RunOutputConfig:
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
     """Number of most recent checkpoints to keep."""
+    upload_to: str | None = None
+    """s3://BUCKET/PREFIX to which checkpoints, settings and the record are copied beside training; a run
+    directory without newer ones continues from there."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
     keep_best: str | None = None
@@ -148,6 +152,17 @@ class RunOutputConfig:
         require_positive("run", self, "patience", least=0)
         if self.patience and self.keep_best is None:
             raise UsageError(f"run.patience {self.patience} needs a score: set --run.keep-best SCORE")
+        if self.upload_to is not None and not self.save:
+            raise UsageError("run.upload_to copies checkpoints: leave --run.no-save out")
+        if self.upload_to is not None and scheme_of(self.upload_to) is None:
+            raise UsageError(
+                f"run.upload_to {self.upload_to!r} must be the location of an object store: s3://…"
+            )
+        if self.dir is not None and scheme_of(self.dir) is not None:
+            raise UsageError(
+                f"run.dir {self.dir} must be a folder: name one on this host's disk, and "
+                "--run.upload-to s3://BUCKET/PREFIX, to which its checkpoints are copied"
+            )
         if self.keep_best is not None and not self.save:
             raise UsageError("run.keep_best needs checkpoints: leave --run.no-save out")
         if self.keep_best is not None and self.evaluates_beside:

@@ -30,7 +30,7 @@ from shoal.comm.members import Members
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 from shoal.optim.moments import parameters_of
-from shoal.train.checkpoint import Checkpointer
+from shoal.train.checkpoint import open_checkpointer
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
 from shoal.train.checkpoint_state import flatten, local_state, restore
 from shoal.train.gradients import ChangingWorkers
@@ -371,8 +371,8 @@ class ChangingMembers(Workers):
             if run.directory is not None:
                 self._members.put("owner", own(run.directory).token)
             if run.directory is not None and run._settings.output.save:
-                keep = run._settings.output.keep_checkpoints
-                run._checkpointer = Checkpointer(run.directory, keep=keep, is_alone=True)
+                output = run._settings.output
+                run._checkpointer = open_checkpointer(output, run.directory, is_alone=True)
                 if self._members.generation > 1 and run.step:
                     run.save()  # the former first worker may not have ended its last one
 

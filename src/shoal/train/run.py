@@ -57,8 +57,9 @@ from shoal.env.worker import WorkerEnv, alone
 from shoal.errors import EXIT_OK, EXIT_STOPPED, UsageError, is_out_of_memory
 from shoal.optim.optimizer_shards import OptimizerShards
 from shoal.train.backends import Purpose
-from shoal.train.checkpoint import Checkpointer, Restored
+from shoal.train.checkpoint import Checkpointer, Restored, open_checkpointer
 from shoal.train.checkpoint_state import flatten
+from shoal.train.checkpoint_uploads import Uploads
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -115,7 +116,7 @@ _FOLLOW_STEPS = 8
 
 _NOTHING_BUT_SCORES: Mapping[str, Any] = {
     "save": False, "until": None, "keep_best": None, "patience": 0, "validation_beside": 0, "report_to": (),
-    "mlperf_log": None, "samples": (), "validation_hosts": 0,
+    "mlperf_log": None, "samples": (), "validation_hosts": 0, "upload_to": None,
 }  # fmt: skip
 """Settings of a run that evaluates a checkpoint."""
 
@@ -268,7 +269,7 @@ class Run:
         self.stop_request = stop
         self._checkpointer: Checkpointer | None = None
         if directory is not None and settings.output.save and not world.is_late:
-            self._checkpointer = Checkpointer(directory, keep=settings.output.keep_checkpoints)
+            self._checkpointer = open_checkpointer(settings.output, directory)
         self._nonfinite_steps = 0
         self._metrics = RunningMetrics(self.sum if world.members is None else Tensor.tolist)
         self._speed = Speed()
@@ -354,9 +355,13 @@ class Run:
             precision = agree_on_precision(loop.precision, world, no_fp16=no_fp16)
             stack.enter_context(owned(directory, world))
             tree = everything.tree(precision)
-            run_on_all(
-                world.control, lambda: open_run_dir(directory, tree, immutable) if world.is_main else None
-            )
+
+            def open_directory() -> None:
+                if output.upload_to is not None:
+                    Uploads(output.upload_to, directory).fetch_run_files()
+                open_run_dir(directory, tree, immutable)
+
+            run_on_all(world.control, lambda: open_directory() if world.is_main else None)
             run = cls(world, directory, everything, precision=precision, stop=stop, target=target, best=best)
             stack.enter_context(run._stack)
 
@@ -835,6 +840,8 @@ class Run:
             )
             if summary:
                 self.log.progress.say(summary(last))
+        if self._checkpointer is not None:
+            self._checkpointer.upload_run_files()
 
     # ---- inside -----------------------------------------------------------------------------------------
 

@@ -1,19 +1,22 @@
-"""Shards in S3, read from moto's server over HTTP: the same images, and errors that say what to do."""
+"""Shards in S3, read from moto's server over HTTP: the same data, and errors that say what to do."""
 
 import http.server
+import pickle
 import threading
 
-import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
-from shoal.data import storage
+from shoal.data import objects
 from shoal.data.cache import OWN_FOLDER, CacheConfig
 from shoal.data.images.manifest import ImageManifest, ImageShardInfo
 from shoal.data.images.shards import ImageShards
-from shoal.data.storage import S3Storage
+from shoal.data.storage import RemoteStorage, open_objects
+from shoal.data.text.shards import TextShards
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import key_of, random_images, write_images
+from synthetic_text import prepare, random_documents
+
+pytest_plugins = ["s3_server"]  # which makes the bucket
 
 IMAGES = random_images(20)
 BUCKET, PREFIX = "pictures", "some/set"
@@ -21,41 +24,18 @@ LOCATION = f"s3://{BUCKET}/{PREFIX}"
 FILES = ["train-00000.index", "train-00000.tar", "train-00001.index", "train-00001.tar"]
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+@pytest.fixture
+def chain(s3_settings):
+    return s3_settings
 
 
 @pytest.fixture
-def chain(monkeypatch, tmp_path):
-    """boto3's own chain, with nothing of this machine in it."""
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_DEFAULT_REGION", "AWS_REGION"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        monkeypatch.setenv(name, str(tmp_path / "absent"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "made")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "up")
-    return monkeypatch
-
-
-@pytest.fixture
-def bucket(server, chain, tmp_path):
-    """The endpoint is in the environment; a prepared directory is in the bucket."""
-    chain.setenv("AWS_ENDPOINT_URL", server)
+def bucket(s3_bucket, tmp_path):
+    """A prepared directory is in the bucket."""
     write_images(tmp_path / "local", IMAGES, num_shards=2)
-    bucket = boto3.resource("s3").Bucket(BUCKET)
-    bucket.create()
     for path in (tmp_path / "local").iterdir():
-        bucket.upload_file(str(path), f"{PREFIX}/{path.name}")
-    yield bucket
-    bucket.objects.all().delete()
-    bucket.delete()
+        s3_bucket.upload_file(str(path), f"{PREFIX}/{path.name}")
+    return s3_bucket
 
 
 @pytest.mark.parametrize("location", [LOCATION, LOCATION + "/"])
@@ -70,9 +50,10 @@ def test_single_images_by_range(bucket, location):
 
 
 def test_a_read_fetches_its_range_and_nothing_more(bucket):
-    storage, asked = S3Storage(LOCATION), []
+    store = open_objects(LOCATION)
+    storage, asked = RemoteStorage(store), []
     tar = storage.manifest(ImageManifest).shards("train")[0].file("tar")
-    storage._client.meta.events.register("before-send.s3.GetObject", lambda **event: asked.append(event))
+    store.client.meta.events.register("before-send.s3.GetObject", lambda **event: asked.append(event))
     data = bucket.Object(f"{PREFIX}/train-00000.tar").get()["Body"].read()
     assert storage.read(tar, 513, 100) == data[513:613]
     assert storage.read(tar, 513, 0) == b""
@@ -80,7 +61,7 @@ def test_a_read_fetches_its_range_and_nothing_more(bucket):
 
 
 def test_whole_shards_go_into_the_cache(bucket, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_PART_BYTES", 3000)  # several rounds of several requests
+    monkeypatch.setattr(objects, "_PART_BYTES", 3000)  # several rounds of several requests
     cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
     shards = ImageShards(LOCATION, "train", cache=cache)
     assert [bytes(shards.read(number)) for number in range(20)] == IMAGES
@@ -190,7 +171,7 @@ def answering(chain):
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         chain.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
-        chain.setattr(storage, "_FIRST_PAUSE_S", 0.001)
+        chain.setattr(objects, "_FIRST_PAUSE_S", 0.001)
         yield server
         server.shutdown()
         thread.join()
@@ -212,7 +193,7 @@ def test_what_passes_is_tried_again(answering):
         failed(400, "RequestTimeout"),
         GOOD,
     ]
-    files = S3Storage(LOCATION)
+    files = RemoteStorage(open_objects(LOCATION))
     assert files.whole("manifest.json") == b"content"
     assert answering.num_asked == 5
 
@@ -227,7 +208,7 @@ def test_what_passes_is_tried_again(answering):
 )
 def test_what_does_not_pass_is_asked_once(answering, answer, words):
     answering.answers = [answer]
-    files = S3Storage(LOCATION)
+    files = RemoteStorage(open_objects(LOCATION))
     with pytest.raises(ShoalError, match=words):
         files.whole("manifest.json")
     assert answering.num_asked == 1
@@ -235,7 +216,7 @@ def test_what_does_not_pass_is_asked_once(answering, answer, words):
 
 def test_a_manifest_too_large_to_be_one(answering):
     answering.answers = [(200, bytes((64 << 20) + 1), 7)]
-    files = S3Storage(LOCATION, deadline_s=0.3)
+    files = RemoteStorage(open_objects(LOCATION, deadline_s=0.3))
     message = refusal(lambda: files.whole("manifest.json"))
     assert "manifest.json has 67,108,865 bytes, more than the 67,108,864 of such a file; check" in message
     assert answering.num_asked == 1
@@ -243,7 +224,7 @@ def test_a_manifest_too_large_to_be_one(answering):
 
 def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
     answering.answers = [(200, bytes(1 << 20), 1 << 20)]
-    files = S3Storage(LOCATION, deadline_s=0.05)
+    files = RemoteStorage(open_objects(LOCATION, deadline_s=0.05))
     facts = {"bytes": 1 << 20, "sha256": "0" * 64}
     info = ImageShardInfo(name="train-00000", num_images=1, files={"tar": facts, "index": facts})
     message = refusal(lambda: files.read(info.file("tar"), 5, 100))
@@ -252,7 +233,7 @@ def test_a_server_without_ranges_does_not_send_a_shard_into_memory(answering):
 
 def test_the_deadline_ends_the_tries(answering):
     answering.answers = [failed(503, "SlowDown")]
-    files = S3Storage(LOCATION, deadline_s=0.9)
+    files = RemoteStorage(open_objects(LOCATION, deadline_s=0.9))
     message = refusal(lambda: files.whole("manifest.json"))
     assert "could not be read within 0.9 s (at last: 503 SlowDown); check the network" in message
     assert answering.num_asked > 2
@@ -260,6 +241,51 @@ def test_the_deadline_ends_the_tries(answering):
 
 def test_nobody_listens(chain):
     chain.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    files = S3Storage(LOCATION, deadline_s=0.05)
+    files = RemoteStorage(open_objects(LOCATION, deadline_s=0.05))
     message = refusal(lambda: files.whole("manifest.json"))
     assert "could not be read within 0.05 s (at last: Could not connect to the endpoint URL" in message
+
+
+# ---- text -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text(s3_bucket, tmp_path):
+    """Prepared text in the bucket."""
+    splits = {"train": random_documents([40, 7, 90, 33]), "validation": random_documents([12], seed=1)}
+    prepare(tmp_path / "text", splits, num_shards=2)
+    for path in (tmp_path / "text").iterdir():
+        s3_bucket.upload_file(str(path), f"text/{path.name}")
+    return f"s3://{BUCKET}/text"
+
+
+def test_text_is_that_of_the_folder(text, tmp_path):
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    local, remote = TextShards(tmp_path / "text", "train"), TextShards(text, "train", cache=cache)
+    assert remote.manifest == local.manifest and remote.num_documents == 4
+    again = pickle.loads(pickle.dumps(remote))
+    for number in range(4):
+        expected = [part.tolist() for part in local.document(number)]
+        assert [part.tolist() for part in remote.document(number)] == expected
+        assert [part.tolist() for part in again.document(number)] == expected
+    assert remote.tokenizer_file.read_bytes() == local.tokenizer_file.read_bytes()
+    assert remote.directory.is_relative_to(tmp_path / "cache")
+
+
+def test_text_of_a_store_needs_a_cache_with_room(text, tmp_path):
+    with pytest.raises(UsageError, match=r"s3://pictures/text: .* --data\.cache /dev/shm/shards"):
+        TextShards(text, "train")
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=100)
+    with pytest.raises(ShoalError, match=r"s3://pictures/text/train-0000.\..* has no room for its .* bytes"):
+        TextShards(text, "train", cache=cache)
+    cache = CacheConfig(directory=tmp_path / "other", num_bytes=1 << 20)
+    with pytest.raises(ShoalError, match=r"s3://pictures/elsewhere/manifest\.json does not exist"):
+        TextShards(f"s3://{BUCKET}/elsewhere", "train", cache=cache)
+
+
+def test_text_that_was_changed_is_refused(text, s3_bucket, tmp_path):
+    tokens = s3_bucket.Object("text/train-00001.tokens")
+    tokens.put(Body=bytes(len(tokens.get()["Body"].read())))
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    with pytest.raises(ShoalError, match=r"train-00001\.tokens has the wrong checksum"):
+        TextShards(text, "train", cache=cache)

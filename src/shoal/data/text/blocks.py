@@ -104,7 +104,7 @@ class BlockReader(Reader):
         self._first_examples = np.concatenate([[0], np.cumsum((self._sizes + more) // config.block_length)])
         if not self.num_examples:
             raise UsageError(
-                f"{shards.directory}: the split {shards.split!r} gives no blocks: none of its shards has "
+                f"{shards.location}: the split {shards.split!r} gives no blocks: none of its shards has "
                 f"the {config.block_length} tokens of one; prepare more text or shorten the blocks"
             )
 

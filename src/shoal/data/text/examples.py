@@ -121,7 +121,7 @@ class ExampleReader(Reader):
         )
         if not self.num_examples:
             raise UsageError(
-                f"{shards.directory}: the split {shards.split!r} gives no examples: of its "
+                f"{shards.location}: the split {shards.split!r} gives no examples: of its "
                 f"{shards.num_documents} documents none has the {MIN_TOKENS} tokens that a pair of segments "
                 "needs; prepare more or longer text"
             )

@@ -100,7 +100,7 @@ class Windows:
         self._usable: Int64Array = np.flatnonzero(counts) if pairs == "next" else np.zeros(0, np.int64)
         if pairs == "next" and len(self._usable) == 1:
             raise UsageError(
-                f"{shards.directory}: the split {shards.split!r} has one document of at least {MIN_TOKENS} "
+                f"{shards.location}: the split {shards.split!r} has one document of at least {MIN_TOKENS} "
                 "tokens, and next-sentence prediction needs segments of another one; prepare more documents"
             )
 

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
 from shoal.data.manifest import (
+    MANIFEST,
     TFRECORD,
     VERSION,
     Manifest,
@@ -38,7 +39,8 @@ from shoal.data.manifest import (
     check_version,
     map_file,
 )
-from shoal.errors import ShoalError
+from shoal.data.storage import RemoteStorage, open_storage
+from shoal.errors import ShoalError, UsageError
 
 if TYPE_CHECKING:
     from shoal.data.cache import CacheConfig
@@ -139,7 +141,8 @@ class TextShards:
     Only paths are pickled, so a loader process maps the same files again.
 
     Args:
-        directory: written by ``shoal prepare text``.
+        location: folder that ``shoal prepare text`` wrote, or ``s3://bucket/prefix`` of one, which needs a
+            cache that all of it fits into.
         split: ``"train"`` or ``"validation"``.
         verify: ``"sizes"`` checks sizes, headers and counts, at no cost; ``"checksums"`` also reads every
             byte once, at 1.5 GB/s per core.
@@ -147,8 +150,12 @@ class TextShards:
         cache: keeps local copies of all files, each compared with its checksum; a file without room is mapped
             where it is. Default: none.
 
+    Attributes:
+        directory: folder with the manifest and the tokenizer; of the cache, if the text is in a store.
+
     Raises:
-        UsageError: there is no manifest or no such split, or the directory has another tokenizer.
+        UsageError: the text is in a store, and there is no cache; there is no manifest or no such split, or
+            the directory has another tokenizer.
         ShoalError: a file is missing, truncated, damaged, or of another format version.
 
     Example (``runs/text`` was written by ``shoal prepare text``):
@@ -160,7 +167,7 @@ class TextShards:
 
     def __init__(
         self,
-        directory: Path,
+        location: Path | str,
         split: str,
         *,
         verify: Literal["sizes", "checksums"] = "sizes",
@@ -168,18 +175,28 @@ class TextShards:
         cache: CacheConfig | None = None,
     ) -> None:
         """Map the shards of ``split``."""
-        self.directory = directory
+        self.location = location
         self.split = split
-        self.manifest = manifest or Manifest.load(directory)
-        self.manifest.check_tokenizer(self.tokenizer_file)
+        storage = open_storage(location)
+        self.manifest = manifest or storage.manifest(Manifest)
         self._cache_config = cache
         self.shards: list[Shard] = []
         data_of = None
+        if cache is None and isinstance(storage, RemoteStorage):
+            raise UsageError(
+                f"{location}: text of an object store is read from copies on this host: name a folder for "
+                "them, e.g. --data.cache /dev/shm/shards (TextShards(…, cache=CacheConfig(…)))"
+            )
+        self.directory = directory = Path(location)
         if cache is not None:
             from shoal.data.cache import CachedFiles
 
             needed = [file for info in self.manifest.shards(split) for file in info.file_list()]
-            data_of = CachedFiles(cache, directory, self.manifest.files(*ShardInfo.SUFFIXES), needed).get
+            files = CachedFiles(cache, storage, self.manifest.files(*ShardInfo.SUFFIXES), needed)
+            data_of = files.get
+            if isinstance(storage, RemoteStorage):
+                self.directory = files.description(MANIFEST, self.manifest.tokenizer.file)
+        self.manifest.check_tokenizer(self.tokenizer_file)
         for info in self.manifest.shards(split):
             shard = Shard(directory, info, self.manifest.vocab_size, data_of)
             if verify == "checksums":
@@ -192,7 +209,7 @@ class TextShards:
         """Number of the first document of each shard, and the number of all documents, ``[shards + 1]``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (partial(TextShards, cache=self._cache_config), (self.directory, self.split))
+        return (partial(TextShards, cache=self._cache_config), (self.location, self.split))
 
     @property
     def tokenizer_file(self) -> Path:

@@ -63,7 +63,7 @@ class SpanReader(Reader):
         self._first_examples = np.concatenate([[0], np.cumsum(self._sizes // config.num_tokens)])
         if not self.num_examples:
             raise UsageError(
-                f"{shards.directory}: the split {shards.split!r} gives no examples: none of its shards has "
+                f"{shards.location}: the split {shards.split!r} gives no examples: none of its shards has "
                 f"the {config.num_tokens} tokens of one; prepare more text or shorten the input"
             )
 

@@ -1,0 +1,177 @@
+"""Reads, writes, lists and deletes objects below a prefix of an object store, with retries until a deadline.
+
+:class:`Objects` is the interface: it repeats what may succeed the next time, and names the object in errors.
+One class per library implements the single requests (:mod:`shoal.data.objects_s3` with boto3).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+from shoal.atomic_io import MAX_WHOLE_BYTES
+from shoal.errors import ShoalError, UsageError
+
+DEADLINE_S = 120.0
+CONNECT_S, READ_S = 10.0, 30.0
+NUM_CONNECTIONS = 64
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_LOCATION = re.compile(r"(s3):/*(.*)")
+_NUM_AT_ONCE = 8
+"""Concurrent requests of one download: one connection to S3 gives some 50 to 100 MB/s."""
+_PART_BYTES = 8 << 20
+
+T = TypeVar("T")
+
+
+class Transient(Exception):
+    """Raised by a request that may succeed if it is repeated."""
+
+
+class Objects(ABC):
+    """Objects below a prefix of a store.
+
+    Threads may share it, processes may not. What sends a request raises
+
+    - ``UsageError`` if credentials are missing or do not suffice, or there is no such bucket;
+    - ``ShoalError`` if there is no such object, it has another size, or the deadline has passed.
+
+    Args:
+        location: ``scheme://bucket/prefix``, whose two slashes ``Path`` may have collapsed.
+        deadline_s: time for a request and its repetitions.
+
+    Attributes:
+        location: without a slash at the end.
+    """
+
+    CHECKS: ClassVar[str]
+    """Settings to check if a store does not answer."""
+
+    def __init__(self, location: str, deadline_s: float = DEADLINE_S) -> None:
+        scheme, _, path = location.partition(":")
+        bucket, _, prefix = path.lstrip("/").partition("/")
+        if not bucket:
+            raise UsageError(f"{location!r} names no bucket; write {scheme}://bucket/prefix")
+        self.bucket = bucket
+        self.prefix = f"{prefix.strip('/')}/".lstrip("/")
+        self.location = f"{scheme}://{bucket}/{self.prefix}".rstrip("/")
+        self._deadline_s = deadline_s
+
+    def uri(self, name: str) -> str:
+        """Return the location of an object, for messages."""
+        return f"{self.location}/{name}"
+
+    def get(
+        self, name: str, start: int = 0, size: int | None = None, *, num_bytes: int | None = None
+    ) -> bytes:
+        """Return an object, or ``size`` bytes of it from ``start`` on.
+
+        Args:
+            num_bytes: bytes that the object must have; without them and ``size`` it must be small.
+        """
+
+        def check(actual: int) -> None:
+            if num_bytes is not None and actual != num_bytes:
+                raise ShoalError(
+                    f"{self.uri(name)} has {actual:,} bytes, the manifest says {num_bytes:,}; it was cut "
+                    "short or comes from another preparation: upload it again"
+                )
+            if size is None and num_bytes is None and actual > MAX_WHOLE_BYTES:
+                raise ShoalError(
+                    f"{self.uri(name)} has {actual:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
+                    "file; check the prefix"
+                )
+
+        expected = num_bytes if size is None else size
+
+        def once() -> bytes:
+            data = self._get(name, start, size, check)
+            if expected is not None and len(data) != expected:
+                raise Transient(f"{len(data):,} of {expected:,} bytes came")
+            return data
+
+        if expected == 0 and size is not None:
+            return b""
+        return self.repeated(name, "read", once)
+
+    def parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
+        """Yield an object of ``num_bytes`` in order; 64 MB are in memory at a time."""
+        starts = range(0, num_bytes, _PART_BYTES)
+
+        def part(start: int) -> bytes:
+            return self.get(name, start, min(_PART_BYTES, num_bytes - start), num_bytes=num_bytes)
+
+        with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
+            for first in range(0, len(starts), _NUM_AT_ONCE):
+                yield from pool.map(part, starts[first : first + _NUM_AT_ONCE])
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object; it appears with all of its bytes, or not at all."""
+        self.repeated(name, "written", lambda: self._put(name, data))
+
+    @abstractmethod
+    def put_file(self, name: str, path: Path) -> None:
+        """Write an object from a file, as :meth:`put`, in parts that are sent concurrently."""
+
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all objects that begin with ``below``, sorted."""
+        return sorted(self.repeated(below, "listed", lambda: self._names(below)))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Delete objects; there may be no such ones any more."""
+        for name in names:
+            self.repeated(name, "deleted", lambda name=name: self._remove(name))  # type: ignore[misc]
+
+    def abandon_parts(self, below: str) -> None:  # noqa: B027  # most stores have a rule for it
+        """Free the parts of objects that killed processes have not completed."""
+
+    @abstractmethod
+    def _get(self, name: str, start: int, size: int | None, check: Callable[[int], None]) -> bytes:
+        """Request an object; ``check`` is given its size before its bytes are taken.
+
+        At most one byte more than ``size`` may be taken from a store that ignores ranges.
+        """
+
+    @abstractmethod
+    def _put(self, name: str, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _names(self, below: str) -> list[str]: ...
+
+    @abstractmethod
+    def _remove(self, name: str) -> None: ...
+
+    def repeated(self, name: str, done: str, once: Callable[[], T]) -> T:
+        """Send a request, again after each :class:`Transient`, until the deadline.
+
+        Args:
+            name: of the object.
+            done: the request, for messages: "read", "written".
+        """
+        end = time.monotonic() + self._deadline_s
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return once()
+            except Transient as error:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise ShoalError(
+                        f"{self.uri(name)} could not be {done} within {self._deadline_s:g} s (at last: "
+                        f"{error}); check the network and {self.CHECKS}, then start the same command again"
+                    ) from None
+            # jitter: workers that failed together do not retry together
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def scheme_of(location: object) -> str | None:
+    """Return the scheme of a store's location, such as ``s3``; ``None`` for a folder."""
+    match = _LOCATION.fullmatch(str(location))
+    return match[1] if match else None
