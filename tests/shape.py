@@ -148,6 +148,8 @@ def print_imports(graph: Graph, plain: Graph, recipes: list[str]) -> None:
     optimizers = frozenset(module for module in graph if module.startswith("shoal.optim."))
     modes = {module for module in graph["shoal.train.servers.choice"] if ".servers." in module}
     layouts = frozenset(m for m in graph if unit_of(m) == "pipelining") | {
+        "shoal.data.text.padded_examples",  # the graphs of stages have one shape
+        "shoal.models.padded_pretraining",
         "shoal.recipes.divided",
         "shoal.recipes.stages",
     }
