@@ -13,8 +13,9 @@ UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
 EXTRAS  := torch,text,corpora,vision,aws,report,watch,mlperf,scores,onnx,lora,wandb,mlflow,dev,bench,docs
 STAMP   := $(VENV)/.installed
 QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
-# Whole files: what a file's tests share is made once.
-TWO     := -n 2 --dist loadfile --no-loadscope-reorder
+# Whole files: what a file's tests share is made once. Of all tests three at a time on two cores: those of processes
+# wait for much of their time.
+FILES   := --dist loadfile --no-loadscope-reorder
 # Keep compiled modules where an image's environment forbids it: a process that compiles torch's starts seconds later.
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
@@ -56,10 +57,10 @@ train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, th
 
 quick: $(STAMP)  ## the unit tests of one package: make quick P=comm
 	@[ -n "$(wildcard $(QUICK))" ] || { echo 'name a package or module of src/shoal: make quick P=comm'; exit 2; }
-	$(BIN)/pytest -m 'not slow' $(TWO) $(wildcard $(QUICK))
+	$(BIN)/pytest -m 'not slow' -n 2 $(FILES) $(wildcard $(QUICK))
 
 test: test-core  ## the tests of every change; CONTRIBUTING.md has the times
-	$(BIN)/pytest -m 'not slow' --ignore=tests/real --ignore=tests/site $(TWO)
+	$(BIN)/pytest -m 'not slow' --ignore=tests/real --ignore=tests/site -n 3 $(FILES)
 
 test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and thread sanitizer
 	@$(call core_build,asan,address$(comma)undefined)
@@ -72,7 +73,7 @@ test-real: wheels  ## the tests with what the real world brings: a wheel in fres
 	$(BIN)/pytest -m 'not slow' tests/real
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
-	$(BIN)/pytest --ignore=tests/site $(TWO)
+	$(BIN)/pytest --ignore=tests/site -n 3 $(FILES)
 	.ci/instruction-sets $(BIN)
 	$(MAKE) VENV=.venv-oldest TORCH='$(OLDEST)' test
 
