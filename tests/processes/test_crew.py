@@ -18,7 +18,9 @@ from torch import nn
 import shoal.comm
 from forked import fork_process, wait_for
 from shoal.comm.engine import CommError
-from shoal.train.crew import Crew
+from shoal.errors import ShoalError
+from shoal.train import crew as crew_state
+from shoal.train.crew import Crew, give_state
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason=f"torch {torch.__version__} has no groups whose members change"
@@ -179,3 +181,41 @@ def lonely(folder: Path, rank: int, size: int, until: int, dies_at: int) -> None
 def test_too_few_do_not_go_on(tmp_path: Path) -> None:
     processes = [fork_process(lonely, tmp_path, rank, 2, 8, 4) for rank in range(2)]
     assert wait_for(processes, 60) == [0, -signal.SIGKILL]
+
+
+def take_state(folder: Path, rank: int, differs: bool) -> None:
+    """Give the state of ranks 0 and 1 to rank 2, in small pieces; write the weights or the error."""
+    shoal.comm.register()
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("shoal", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    crew_state._PIECE_BYTES = 100
+    module = model(seed=int(rank == 2))
+    optimizer = optimizer_of(module)
+    if rank < 2:
+        summed_loss(module, samples(1)).backward()
+        optimizer.step()
+    if differs and rank == 1:
+        module[2].weight.data[1, 31] += 1e-6
+    try:
+        values = give_state({"model": module, "optimizer": optimizer, "text": rank}, [True, True, False])
+    except ShoalError as error:
+        (folder / f"{rank}-error").write_text(str(error))
+        return
+    flat = [*module.parameters(), *(each["exp_avg_sq"] for each in optimizer.state.values())]
+    digest = hashlib.sha256(torch.cat([each.detach().flatten() for each in flat]).numpy().tobytes())
+    (folder / f"{rank}-state").write_text(f"{digest.hexdigest()} {values.get('text')}")
+    dist.destroy_process_group()
+
+
+def test_a_newcomer_gets_its_state_in_parts_from_all(tmp_path: Path) -> None:
+    assert wait_for([fork_process(take_state, tmp_path, rank, False) for rank in range(3)], 60) == [0, 0, 0]
+    ended = results(tmp_path)
+    assert len({digest for digest, _ in ended}) == 1
+    assert [text for _, text in ended] == ["None", "None", "0"]
+
+
+def test_members_with_different_states_are_named(tmp_path: Path) -> None:
+    wait_for([fork_process(take_state, tmp_path, rank, True) for rank in range(3)], 60)
+    errors = {(tmp_path / f"{rank}-error").read_text() for rank in range(3)}
+    assert len(errors) == 1
+    assert "has another model.2.weight than rank 0" in errors.pop()

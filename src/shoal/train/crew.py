@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -29,6 +29,7 @@ from shoal.comm.engine import CommError
 from shoal.comm.members import Members
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
+from shoal.native import crc32c
 from shoal.optim.moments import parameters_of
 from shoal.train.checkpoint import open_checkpointer
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
@@ -151,10 +152,10 @@ class Crew:
         for wrapped in self._models:
             wrapped.renew()
         has_it = self._has_state or (self.generation == 1 and self.rank == 0)
-        step, source = newest_state(self.step if has_it else -1)
-        if source is not None:
-            self._has_state = has_it and self.step == step
-            give_state(self._state, source, has_it=self._has_state)
+        step, have_it = newest_state(self.step if has_it else -1)
+        if not all(have_it):
+            self._has_state = have_it[self.rank]
+            give_state(self._state, have_it)
         self.step, self._has_state = step, True
 
 
@@ -329,18 +330,18 @@ class ChangingMembers(Workers):
             assert isinstance(ddp, ChangingWorkers)
             ddp.renew()
         run._training.seed_key = seed_key_of(run.seed, self._members.rank)
-        step, source = newest_state(run.step if self._has_state else -1)
+        step, have_it = newest_state(run.step if self._has_state else -1)
         together = torch.tensor(self._num_together if self._has_state else 0)
         dist.all_reduce(together, op=dist.ReduceOp.MAX)
         self._num_together = int(together)
-        if source is not None:
-            self._has_state = self._has_state and run.step == step
+        if not all(have_it):
+            self._has_state = have_it[self._members.rank]
             state = {
                 **run._state(),
                 "metrics": run._metrics.state(),
                 "micro_batch": run.batch.micro_batch_size,
             }
-            values = give_state(state, source, has_it=self._has_state)
+            values = give_state(state, have_it)
             if not self._has_state:
                 self._take(step, values)
         self._has_state = True
@@ -379,9 +380,12 @@ class ChangingMembers(Workers):
 
 # ---- state ------------------------------------------------------------------------------------------------
 
+_PIECE_BYTES = 4 << 20
+_MOST_UNDER_WAY = 8
 
-def newest_state(step: int) -> tuple[int, int | None]:
-    """Return the most steps that a member has taken, and its rank if others lack its state. A collective.
+
+def newest_state(step: int) -> tuple[int, list[bool]]:
+    """Return the most steps that a member has taken, and which members have that state. A collective.
 
     Args:
         step: steps done; -1: this member has no whole state.
@@ -396,42 +400,91 @@ def newest_state(step: int) -> tuple[int, int | None]:
         raise ShoalError(
             "the last member with a whole state was lost while it gave it to others: start the job again"
         )
-    return most, None if steps.min() == most else int(steps.argmax())
+    return most, [bool(each) for each in steps == most]
 
 
-def give_state(state: Mapping[str, Any], source: int, *, has_it: bool) -> dict[str, Any]:
-    """Give one member's state to those that lack it; return its JSON values to these. A collective.
+def give_state(state: Mapping[str, Any], has_it: Sequence[bool]) -> dict[str, Any]:
+    """Give the state of some members to the others; return its JSON values to these. A collective.
 
-    A member that this raises in may have a part of the state.
+    Each of the members that have it gives a part. A member that this raises in may have a part of the state.
 
     Args:
         state: by name: models, optimizers, tensors, and JSON values.
-        source: rank of the member whose state it is.
-        has_it: whether this member has it.
+        has_it: whether the member of each rank has it.
+
+    Raises:
+        ShoalError: the members' states differ afterwards.
     """
-    flat = flatten(state) if dist.get_rank() == source else None
+    first, is_giver = has_it.index(True), has_it[dist.get_rank()]
+    flat = flatten(state) if is_giver else None
     description: Any = None
     if flat is not None:
         types = {name: [DTYPE_NAMES[each.dtype], list(each.shape)] for name, each in flat.tensors.items()}
         description = [types, flat.all_values()]
-    types, values = _broadcast_json(description, source)
+    types, values = _broadcast_json(description, first)
     stored = {
         name: StoredTensor(dtype=dtype, size=tuple(size), chunks=()) for name, (dtype, size) in types.items()
     }
+    if flat is not None:
+        _exchange({name: _bytes_of(each) for name, each in flat.tensors.items()}, has_it)
+        return {}
 
     def read(targets: Mapping[str, Tensor]) -> None:
-        for name, each in stored.items():
-            buffer = torch.empty(each.size, dtype=DTYPES[each.dtype])
-            if flat is not None:
-                buffer.copy_(flat.tensors[name])
-            dist.broadcast(buffer, group_src=source)
-            if name in targets:
-                targets[name].copy_(buffer)
+        buffers = {
+            name: each
+            for name, each in targets.items()
+            if each.device.type == "cpu" and each.is_contiguous() and each.dtype == DTYPES[stored[name].dtype]
+        }
+        for name in stored.keys() - buffers.keys():
+            buffers[name] = torch.empty(stored[name].size, dtype=DTYPES[stored[name].dtype])
+        _exchange({name: _bytes_of(buffers[name]) for name in stored}, has_it)
+        for name, target in targets.items():
+            if target is not buffers[name]:
+                target.copy_(buffers[name])
 
-    if has_it:
-        read({})
-        return {}
     return restore(state, stored, values, read, [local_state(state)], parameters_of)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, of a contiguous one on the CPU without a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _exchange(tensors: Mapping[str, Tensor], has_it: Sequence[bool]) -> None:
+    """Send pieces to the members that lack them, from all that have them in turn; compare all checksums.
+
+    Raises:
+        ShoalError: they differ.
+    """
+    rank = dist.get_rank()
+    givers, takers = ([each for each, has in enumerate(has_it) if has is which] for which in (True, False))
+    pieces = [
+        (name, piece)
+        for name, each in tensors.items()
+        for piece in torch.split(each, _PIECE_BYTES)
+        if len(piece)
+    ]
+    under_way: list[Any] = []
+    for number, (_, piece) in enumerate(pieces):
+        giver = givers[number % len(givers)]
+        if rank == giver:
+            under_way += [dist.isend(piece, taker) for taker in takers]
+        elif rank in takers:
+            under_way.append(dist.irecv(piece, giver))
+        while len(under_way) > _MOST_UNDER_WAY:
+            under_way.pop(0).wait()
+    for work in under_way:
+        work.wait()
+    own = torch.tensor([crc32c(piece.numpy().tobytes()) for _, piece in pieces], dtype=torch.int64)
+    everywhere = torch.empty(len(has_it), len(own), dtype=torch.int64)
+    dist.all_gather_into_tensor(everywhere, own)
+    for other, checksums in enumerate(everywhere):
+        if not torch.equal(checksums, everywhere[0]):
+            name, _ = pieces[int((checksums != everywhere[0]).nonzero()[0])]
+            raise ShoalError(
+                f"rank {other} has another {name} than rank 0 after the members changed: start the job "
+                "again, which continues from its last checkpoint"
+            )
 
 
 def _broadcast_json(value: Any, source: int) -> Any:
