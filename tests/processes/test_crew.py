@@ -84,7 +84,7 @@ def work(
     crew = Crew({"model": module}, optimizer, at_least=2, patience_s=20)
     ddp = crew.data_parallel(module, bucket_cap_mb=0.0005)
     store.set("test/0", "1")
-    while crew._members.num_waiting() < others:
+    while crew.rank == 0 and crew._members.num_waiting() < others:
         time.sleep(0.01)
     for step in crew.steps(until):
         with step:

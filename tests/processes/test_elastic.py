@@ -79,7 +79,7 @@ def _work(config: Any, rank: int, dies: tuple[int, str], by: signal.Signals, awa
     def before(step: Step, *_: Any) -> None:
         members = step._training.world.members
         assert members is not None
-        while step.number == awaits[0] and _num_asked(members) < awaits[1]:
+        while step.number == awaits[0] and members.is_first and members.num_waiting() < awaits[1]:
             time.sleep(0.01)
 
     def die(at: Step | Run, *_: Any) -> None:
@@ -93,11 +93,6 @@ def _work(config: Any, rank: int, dies: tuple[int, str], by: signal.Signals, awa
     store = config.run.dir.parent / "store"
     worker = WorkerEnv(ranks=ranks, master_addr="127.0.0.1", master_port=0, launcher="test", store_file=store)
     job_workers._work(partial(job_workers._run_recipe, config), config.run.dir, worker)
-
-
-def _num_asked(members: Any) -> int:
-    """Return how many processes have asked to take part in the present loop."""
-    return int(members._store.add(members._key("num_waiting"), 0))
 
 
 def _before(kind: type, name: str, action: Callable[..., None]) -> None:

@@ -44,7 +44,7 @@ work(Path(sys.argv[1]), Path(sys.argv[2]))
 
 def work(text: Path, run_dir: Path) -> None:
     """Be a worker, from the variables of its launcher; wait in the last steps for the one that comes back."""
-    from test_elastic import _before, _num_asked
+    from test_elastic import _before
 
     from shoal.env.launcher import worker_env
     from shoal.launch.worker import run_worker
@@ -56,7 +56,7 @@ def work(text: Path, run_dir: Path) -> None:
         assert members is not None
         while step.number == 3 and members.generation == 1 and not (run_dir / "cut").exists():
             time.sleep(0.01)
-        while step.number == 9 and not _num_asked(members):
+        while step.number == 9 and members.is_first and not members.num_waiting():
             time.sleep(0.01)
 
     _before(Step, "__enter__", before)

@@ -57,9 +57,10 @@ def mask_rcnn(folder: Path, run_dir: Path) -> Any:
     return mask_rcnn_jobs.small_config(mask_rcnn_jobs.prepare_small(folder), run_dir, train=train)
 
 
-@pytest.mark.parametrize(
-    "config_of", [pretraining_lm, finetuning_lm, squad, classify, t5_classify, resnet50, mask_rcnn]
-)
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (finetuning_lm, squad, t5_classify, mask_rcnn)]
+
+
+@pytest.mark.parametrize("config_of", [pretraining_lm, classify, resnet50, *SLOW])
 def test_a_worker_is_lost_and_comes_back(config_of: Any, tmp_path: Path) -> None:
     fixed = config_of(tmp_path, tmp_path / "fixed")
     assert run(fixed) == [0], logs(fixed)

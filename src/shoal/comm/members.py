@@ -81,11 +81,14 @@ class Members:
         self._group = native_group.python_group(dist.group.WORLD)
         self._store = PrefixStore("crew/", self._group.store)
         self._handle = c10d._get_reconfigure_handle()
-        self._watch = StandstillWatch(self._store, self._handle, patience_s, self._give_up)
-        self._store.set(f"pid/{self._handle}", str(os.getpid()))
-        self.generation = self.num_before = self._phase = 0
+        self.generation = self.num_before = 0
+        self._num_asked = self._phase = 0
         self._num_admitted: dict[str, int] = {}  # by phase
         self._handles: list[str] = []
+        self._watch = StandstillWatch(
+            self._store, self._handle, patience_s, self._give_up, self._look_for_newcomers
+        )
+        self._store.set(f"pid/{self._handle}", str(os.getpid()))
         self.has_begun = self._store.check(["newest"])
 
     @property
@@ -116,7 +119,7 @@ class Members:
 
     def enter(self, phase: int) -> None:
         """Begin a phase of the work, the same on all members; numbers of phases grow."""
-        self._phase = phase
+        self._phase, self._num_asked = phase, 0
         self._tell("phase", str(phase))
 
     def ask(self, phase: int = 0) -> bool:
@@ -173,12 +176,19 @@ class Members:
         return self._store.get(f"text/{name}").decode()
 
     def num_waiting(self) -> int:
-        """Return how many processes have asked so far, and have room; without the store nobody can come."""
-        try:
-            asked = int(self._store.add(self._key("num_waiting"), 0))
-        except dist.DistError:
-            return self._admitted
+        """Return how many processes have asked so far, and have room.
+
+        A thread looks for them, so that a store that does not answer holds up no step.
+        """
+        asked = max(self._num_asked, self._admitted)
         return asked if self._at_most is None else min(asked, self._admitted + self._at_most - self.size)
+
+    def _look_for_newcomers(self, store: Any) -> None:
+        """Count those that have asked, in the first member's watching thread."""
+        phase = self._phase
+        asked = int(store.add(self._key("num_waiting"), 0)) if self._handles[:1] == [self._handle] else 0
+        if phase == self._phase:
+            self._num_asked = asked
 
     @property
     def _admitted(self) -> int:
@@ -330,7 +340,8 @@ def meet(elastic: str, patience_s: float) -> Members:
 
 # ---- who stands still -----------------------------------------------------------------------------------
 
-_MOST_BEAT_S = 1.0
+_MOST_BEAT_S = 3.0
+_LOOK_S = 0.25
 _COUNTS_OF_END = 3
 _END_S = 5.0
 
@@ -345,10 +356,16 @@ class StandstillWatch:
         own: name of this process.
         patience_s: how long a process may stand still.
         on_silence: called by the thread with the processes that have stood still for so long.
+        on_look: called by the thread several times a second, with its connection.
     """
 
     def __init__(
-        self, store: Any, own: str, patience_s: float, on_silence: Callable[[frozenset[str]], None]
+        self,
+        store: Any,
+        own: str,
+        patience_s: float,
+        on_silence: Callable[[frozenset[str]], None],
+        on_look: Callable[[Any], None] = lambda store: None,
     ) -> None:
         self._store, self._own, self._patience_s = store.clone(), own, patience_s
         self._beat_s = min(patience_s / 10, _MOST_BEAT_S)
@@ -356,7 +373,7 @@ class StandstillWatch:
         self._seen: dict[str, tuple[str, float]] = {}
         self._silent: frozenset[str] = frozenset()
         self._ended = threading.Event()
-        self._on_silence = on_silence
+        self._on_silence, self._on_look = on_silence, on_look
         self._thread = threading.Thread(target=self._run, name="standstill-watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -386,15 +403,18 @@ class StandstillWatch:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        number, last = 0, time.monotonic()
-        while not self._ended.wait(self._beat_s):
-            number, now = number + 1, time.monotonic()
+        number, last, next_beat = 0, time.monotonic(), 0.0
+        while not self._ended.wait(min(self._beat_s, _LOOK_S)):
+            now = time.monotonic()
             if now - last > self._patience_s / 2:  # this process stood still itself, and knows nothing
                 self.follow([*self._seen])
             last = now
             try:
-                self._store.set(f"beat/{self._own}", str(number))
-                self._look()
+                self._on_look(self._store)
+                if now >= next_beat:
+                    number, next_beat = number + 1, now + self._beat_s
+                    self._store.set(f"beat/{self._own}", str(number))
+                    self._look()
             except dist.DistError:  # nobody can be heard
                 self.follow([*self._seen])
 

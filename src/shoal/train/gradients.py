@@ -77,7 +77,12 @@ class DataParallel(nn.Module):
         of gradients), a checkpoint and an evaluation find the same model on every worker, whenever they come
         and however the run was interrupted.
         """
-        average_over_workers(running_statistics([norm for norm in self.norms if norm.training]))
+        norms = [norm for norm in self.norms if norm.training]
+        counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
+        mean_counts = [torch.stack(counts).float()] if counts else []  # parts of a batch may differ
+        average_over_workers(running_statistics(norms) + mean_counts)
+        if counts:
+            torch._foreach_copy_(counts, list(mean_counts[0].round().long()))
 
     def volatile_state(self) -> dict[str, Tensor]:
         """Return copies of the tensors besides gradients that forward and backward change."""

@@ -64,7 +64,7 @@ class TaskSource:
     def micro_batches(self, shard: DataShard, step: int) -> list[tuple[Int64Array, Int64Array]]:
         """Return (epochs, sequences) of each of this worker's micro-batches, the longest sequences first."""
         epochs, indices = self.global_batch(shard, step)
-        own = _longest_first(self.data, indices)[shard.rank :: shard.num_workers]
+        own = _longest_first(self.data, indices)[dealt_to(shard)]
         cuts = micro_batches(range(len(own)), shard.micro_batch_size)
         return [(epochs[own[cut.start : cut.stop]], indices[own[cut.start : cut.stop]]) for cut in cuts]
 
@@ -73,6 +73,21 @@ class TaskSource:
         size = shard.global_batch_size
         order = ShuffledOrder(num_examples=len(self.data), seed=self.seed)
         return order.examples_of(np.arange(step * size, (step + 1) * size))
+
+
+def dealt_to(shard: DataShard) -> Int64Array:
+    """Return the places that a worker gets when those of a global batch are dealt out in turn.
+
+    A worker that has as many as its part has samples gets none any more.
+
+    Example:
+        >>> dealt_to(DataShard(global_batch_size=5, micro_batch_size=1, rank=0, num_workers=2)).tolist()
+        [0, 2]
+    """
+    sizes = np.array([len(replace(shard, rank=rank).part) for rank in range(shard.num_workers)])
+    rounds = np.arange(sizes[shard.rank])[:, None]
+    before = np.minimum(sizes, rounds).sum(axis=1) + (sizes[: shard.rank] > rounds).sum(axis=1)
+    return before.astype(np.int64)
 
 
 def evaluation_batches(

@@ -135,3 +135,18 @@ def test_evaluation_batches_do_not_depend_on_who_shares_them(data: TaskData, num
         data, batch_size=4, rank=num_workers - 1, num_workers=num_workers
     ):
         assert batch["labels"].tolist() == (indices + 100).tolist()
+
+
+@pytest.mark.parametrize(("num_workers", "shares"), [(2, (4, 8)), (3, (8, 4, 0)), (5, ()), (7, ())])
+def test_unequal_parts_have_the_sizes_of_the_shard(
+    data: TaskData, num_workers: int, shares: tuple[int, ...]
+) -> None:
+    shards = [
+        DataShard(global_batch_size=12, micro_batch_size=2, rank=rank, num_workers=num_workers, shares=shares)
+        for rank in range(num_workers)
+    ]
+    source = TaskSource(data=data, seed=3)
+    parts = [source.micro_batches(shard, 1) for shard in shards]
+    assert [len(part) for part in parts] == [shard.num_micro_batches for shard in shards]
+    indices = np.concatenate([indices for part in parts for _, indices in part])
+    assert sorted(indices) == sorted(source.global_batch(shards[0], 1)[1])
