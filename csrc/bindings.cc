@@ -451,8 +451,20 @@ shoal::PublicKey key_of(const nb::bytes& bytes, const char* what) {
   return key;
 }
 
+nb::bytes bytes_of(const shoal::PublicKey& key) { return nb::bytes(reinterpret_cast<const char*>(key.data()), key.size()); }
+
+nb::bytes key_of_listener(const std::string& address, int port, const nb::bytes& secret, double timeout_s) {
+  const shoal::Bytes known = secret_of(secret);
+  shoal::PublicKey key;
+  {
+    nb::gil_scoped_release release;
+    key = shoal::key_of_listener({address, port}, known, timeout_s);
+  }
+  return bytes_of(key);
+}
+
 using PeerTuple = std::tuple<std::string, std::string, int, int, int, nb::bytes>;
-using HelperTuple = std::tuple<std::string, int, std::string>;
+using HelperTuple = std::tuple<std::string, int, std::string, nb::bytes>;
 
 void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const std::vector<HelperTuple>& helpers,
              const std::vector<int>& pattern, const std::string& segment, double timeout_s) {
@@ -461,7 +473,7 @@ void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const s
     peer_infos.push_back({host, address, port, global_rank, pid, key_of(key, "a public key")});
   }
   std::vector<shoal::HelperInfo> helper_infos;
-  for (const auto& [address, port, name] : helpers) helper_infos.push_back({address, port, name});
+  for (const auto& [address, port, name, key] : helpers) helper_infos.push_back({address, port, name, key_of(key, "a public key")});
   nb::gil_scoped_release release;
   engine.connect(std::move(peer_infos), std::move(helper_infos), pattern, segment, timeout_s);
 }
@@ -661,6 +673,7 @@ void bind_engine(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::register_exception_translator(raise_group_error);
   m.def("option_ranges", &option_ranges);
+  m.def("key_of_listener", &key_of_listener, nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_s"));
   nb::dict optimizers;
   optimizers["sgd"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::sgd);
   optimizers["adamw"] = static_cast<std::uint32_t>(shoal::Rule::Optimizer::adamw);
@@ -679,10 +692,7 @@ void bind_engine(nb::module_& m) {
       .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
       .def_prop_ro("port", &shoal::Engine::port)
       .def_prop_ro("public_key",
-                   [](const shoal::Engine& engine) {
-                     const shoal::PublicKey& key = engine.public_key();
-                     return nb::bytes(reinterpret_cast<const char*>(key.data()), key.size());
-                   })
+                   [](const shoal::Engine& engine) { return bytes_of(engine.public_key()); })
       .def("connect", &connect)
       .def("c_group", &c_group)
       .def("set_pattern", &shoal::Engine::set_pattern, Release())

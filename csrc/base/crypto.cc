@@ -30,10 +30,15 @@ struct FreeKey {
 template <class T>
 using Owned = std::unique_ptr<T, FreeKey>;
 
-Owned<EVP_PKEY> private_key(const PrivateKey& own) {
-  Owned<EVP_PKEY> key(EVP_PKEY_new_raw_private_key(EVP_PKEY_X25519, nullptr, own.data(), own.size()));
+// Returns the library's form of a key, which takes as long to make as to use: each thread keeps its last one.
+EVP_PKEY* private_key(const PrivateKey& own) {
+  thread_local PrivateKey kept{};
+  thread_local Owned<EVP_PKEY> key;
+  if (key && kept == own) return key.get();
+  key.reset(EVP_PKEY_new_raw_private_key(EVP_PKEY_X25519, nullptr, own.data(), own.size()));
   require(key != nullptr, "X25519's private key");
-  return key;
+  kept = own;
+  return key.get();
 }
 
 constexpr std::uint8_t kNothing = 0;  // where no bytes begin: the library takes a null pointer for an omission
@@ -95,14 +100,13 @@ KeyPair new_key_pair() {
 PublicKey public_key_of(const PrivateKey& own) {
   PublicKey key;
   std::size_t size = key.size();
-  require(EVP_PKEY_get_raw_public_key(private_key(own).get(), key.data(), &size) == 1, "X25519's public key");
+  require(EVP_PKEY_get_raw_public_key(private_key(own), key.data(), &size) == 1, "X25519's public key");
   return key;
 }
 
 std::array<std::uint8_t, 32> common_bytes(const PrivateKey& own, const PublicKey& other) {
-  const Owned<EVP_PKEY> mine = private_key(own);
   const Owned<EVP_PKEY> theirs(EVP_PKEY_new_raw_public_key(EVP_PKEY_X25519, nullptr, other.data(), other.size()));
-  const Owned<EVP_PKEY_CTX> context(EVP_PKEY_CTX_new(mine.get(), nullptr));
+  const Owned<EVP_PKEY_CTX> context(EVP_PKEY_CTX_new(private_key(own), nullptr));
   std::array<std::uint8_t, 32> common;
   std::size_t size = common.size();
   const bool made = theirs && context && EVP_PKEY_derive_init(context.get()) == 1 &&

@@ -1,6 +1,8 @@
 // Connects an engine to its group: connections to every peer and helper, then the host's shared memory.
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
+#include <thread>
 
 #include "base/clock.h"
 #include "engine/engine.h"
@@ -11,6 +13,7 @@ namespace shoal {
 namespace {
 
 constexpr double kSliceS = 0.25;
+constexpr int kCallers = 8;  // calls of a rank at the same time: each waits for another process most of its time
 
 }  // namespace
 
@@ -27,15 +30,15 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   started_ = true;
 
   const auto until = Clock::now() + seconds(timeout_s);
-  for (int server = 0; server < members_.num_servers(); ++server) {
-    if (server != options_.rank) call(server, until);
-  }
+  call_all(until);
   await_all(until, timeout_s);
   if (topology_->my_locals().size() > 1) open_stage(segment, timeout_s);
+  met_ = true;
   ops_.open();
 }
 
-// Opens the channel to the others: between hosts with connections for data, unless libfabric carries it.
+// Opens the channel to the others: between hosts with connections for data, unless libfabric carries it. Ranks that send
+// each other messages only get theirs with the first one.
 void Engine::join_group() {
   const std::size_t mine = addresses_of(options_.address).size();
   std::vector<Channel::Member> members;
@@ -44,18 +47,48 @@ void Engine::join_group() {
     const bool same_host = !helper && topology_->host_of(server) == topology_->my_host();
     const bool fabric = !helper && !options_.fabric.empty();
     const std::size_t paths = helper ? 1 : std::min(mine, addresses_of(members_.peer(server).address).size());
-    members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(),
-                       same_host || fabric ? 0 : options_.connections_per_peer * static_cast<int>(paths)});
+    const int most = same_host || fabric ? 0 : options_.connections_per_peer * static_cast<int>(paths);
+    // Several paths have connections from the beginning: each takes over what another one loses.
+    const bool now = helper || paths > 1 || topology_->exchange(options_.rank, server);
+    members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(), now ? most : 0, most});
   }
-  const Identity me{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts()};
+  std::string marks;
+  for (const PeerInfo& peer : members_.peers) marks += is_known(peer.key) ? mark_of(peer.key) : "";
+  if (marks.size() < kMarkBytes * members_.peers.size()) marks.clear();
+  const Identity me{identity_, options_.rank, options_.size, topology_->my_host(), topology_->num_hosts(), marks};
   channel_->open(me, options_.rank, members, *this);
 }
 
+// Connects to all servers that this process calls, to several at once. Each rank begins behind itself, so that not all
+// call the same one. Throws std::runtime_error with the first server that was not reached, and the reason.
+void Engine::call_all(Clock::time_point until) {
+  const int count = members_.num_servers();
+  std::atomic<int> next{1};
+  std::atomic<bool> stopped{false};
+  Mutex mutex;
+  std::string problem;
+  const auto work = [&] {
+    for (int k = next++; k < count && !stopped; k = next++) {
+      try {
+        call((options_.rank + k) % count, until, stopped);
+      } catch (const std::exception& error) {
+        const MutexLock lock(mutex);
+        if (!stopped.exchange(true)) problem = error.what();
+      }
+    }
+  };
+  std::vector<std::thread> others;
+  for (int k = 1; k < std::min(kCallers, count - 1); ++k) others.emplace_back(work);
+  work();
+  for (std::thread& each : others) each.join();
+  if (stopped) throw std::runtime_error(problem);
+}
+
 // Connects to a server if this process is to. Throws std::runtime_error with the server and the reason.
-void Engine::call(int server, Clock::time_point until) {
+void Engine::call(int server, Clock::time_point until, const std::atomic<bool>& stopped) {
   const double left_s = std::chrono::duration<double>(until - Clock::now()).count();
   try {
-    channel_->call(server, left_s);
+    channel_->call(server, left_s, &stopped);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(members_.name_of(server) + ": " + error.what());
   }

@@ -419,8 +419,10 @@ void Engine::note_lost(int peer) {
   lost_ranks_.push_back(peer);
 }
 
+// Before all have met nothing waits for anybody, and in a large group heartbeats would delay the meeting.
 void Engine::on_tick() {
   channel_->assert_here();
+  if (!met_) return;
   guarded([&]() SHOAL_NO_ANALYSIS {
     Protocol& on = *protocol_;
     on.liveness.tick([&](const Op& op) SHOAL_NO_ANALYSIS { on.mismatch.announce(op); });

@@ -103,7 +103,8 @@ class Engine : private ChannelEvents {
 
   // connect.cc
   void join_group();
-  void call(int server, Clock::time_point until);
+  void call_all(Clock::time_point until);
+  void call(int server, Clock::time_point until, const std::atomic<bool>& stopped);
   void await_all(Clock::time_point until, double timeout_s);
   void open_stage(const std::string& segment, double timeout_s);
 
@@ -138,6 +139,7 @@ class Engine : private ChannelEvents {
   std::unique_ptr<Topology> topology_;
   std::unique_ptr<Protocol> protocol_;
   std::atomic<bool> started_{false};
+  std::atomic<bool> met_{false};  // connected to all
   std::atomic<bool> keeps_weights_{false};  // the servers keep weights of this group
   std::atomic<bool> keeps_single_{false};   // and of some there is no copy
 

@@ -64,6 +64,7 @@ void HelperServer::on_join(int peer, const FrameHeader& header, const Payload& p
   FrameHeader answer;
   answer.type = FrameType::join;
   const std::string why_not = admit(peer, header.group, who);
+  who.marks.clear();
   if (why_not.empty()) return send(peer, header.group, answer, join_payload(who));
   log("refused " + name_of(peer) + ": " + why_not);
   answer.type = FrameType::leave;
@@ -82,6 +83,10 @@ std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& 
     return "it has memory for the sums of " + std::to_string(memory_.most_processes()) +
            " processes and no more; start another helper, or give this one more (shoal serve --sums-mib)";
   }
+  const std::string mark = mark_of(processes_.find(peer)->key);
+  if (!who.marks.empty() && who.marks.compare(static_cast<std::size_t>(who.rank) * kMarkBytes, kMarkBytes, mark) != 0) {
+    return "rank " + std::to_string(who.rank) + " of group '" + who.group + "' has another public key";
+  }
   if (!groups_.count(number)) {
     if (groups_.size() >= max_groups_) return "it serves " + std::to_string(max_groups_) + " groups and no more; start another helper";
     open_group(number, who);
@@ -93,6 +98,9 @@ std::string HelperServer::admit(int peer, std::uint32_t number, const Identity& 
   if (group.size != who.size || group.num_hosts != who.num_hosts) {
     return "group '" + who.group + "' has " + std::to_string(group.size) + " ranks on " + std::to_string(group.num_hosts) +
            " hosts, not " + std::to_string(who.size) + " on " + std::to_string(who.num_hosts);
+  }
+  if (group.marks != who.marks) {
+    return "group '" + who.group + "' has ranks with other public keys here than " + name_of(peer) + " knows";
   }
   std::erase_if(group.members, [&](const auto& each) { return each.second.left && each.second.rank == who.rank; });
   for (const auto& [other, member] : group.members) {
@@ -111,6 +119,7 @@ void HelperServer::open_group(std::uint32_t number, const Identity& who) {
   group.name = who.group;
   group.size = who.size;
   group.num_hosts = who.num_hosts;
+  group.marks = who.marks;
   group.server = std::make_unique<SumServer>(
       transport_->pool(), budget_, who.num_hosts,
       [this, number](int peer, const FrameHeader& header, const Payload& payload) { send(peer, number, header, payload); },

@@ -45,6 +45,7 @@ class HelperServer : private Sink {
     std::string name;
     int size = 0;
     int num_hosts = 1;
+    std::string marks;  // as in Identity
     std::unique_ptr<SumServer> server;
     std::map<int, Member> members;  // by peer
     std::map<int, std::uint64_t> completed;  // by rank

@@ -31,8 +31,9 @@ struct HelperInfo {
   std::string address;
   int port = 0;
   std::string name;
+  PublicKey key = {};  // as a rank's
 
-  Place place() const { return {address, port}; }
+  Place place() const { return {address, port, -1, key}; }
 };
 
 // The group's ranks and helpers, and their names in messages. Servers are numbered: ranks first, then helpers.

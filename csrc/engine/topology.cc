@@ -49,7 +49,8 @@ Topology::Topology(int rank, std::vector<std::string> hosts, int num_helpers, st
     const auto [found, fresh] = index.try_emplace(hosts[r], static_cast<int>(locals_.size()));
     if (fresh) locals_.emplace_back();
     auto& locals = locals_[static_cast<std::size_t>(found->second)];
-    if (static_cast<int>(r) == rank) local_index_ = static_cast<int>(locals.size());
+    place_of_.push_back(static_cast<int>(locals.size()));
+    if (static_cast<int>(r) == rank) local_index_ = place_of_.back();
     locals.push_back(static_cast<int>(r));
     host_of_.push_back(found->second);
     any_host_shared_ = any_host_shared_ || locals.size() > 1;
@@ -79,15 +80,25 @@ int Topology::owner(int host, const OpSpec& spec, std::uint64_t index, const Chu
 int Topology::owner(int host, Kind kind, int root, std::uint64_t index, int server) const {
   if ((kind == Kind::broadcast || kind == Kind::reduce) && host_of(root) == host) return root;
   if (!is_helper(server) && host_of(server) == host) return server;
+  if (!is_helper(server)) return partner(host, server);
   const std::vector<int>& ranks = locals(host);
   return ranks[index % ranks.size()];
 }
 
+int Topology::partner(int host, int rank) const {
+  const std::vector<int>& ranks = locals(host);
+  return ranks[static_cast<std::size_t>(place_of_[static_cast<std::size_t>(rank)]) % ranks.size()];
+}
+
+bool Topology::exchange(int rank, int other) const {
+  return partner(host_of(rank), other) == rank || partner(host_of(other), rank) == other;
+}
+
 // A root that shares its host with the server would have to bypass the shared memory to reach it, so it serves
-// itself.
+// itself. Elsewhere the rank serves with which it exchanges chunks.
 int Topology::server_beside_root(int server, const OpSpec& spec) const {
   if (is_helper(server)) server = static_cast<int>(static_cast<unsigned>(server) % static_cast<unsigned>(size()));
-  return host_of(server) == host_of(spec.root) ? spec.root : server;
+  return host_of(server) == host_of(spec.root) ? spec.root : partner(host_of(server), spec.root);
 }
 
 std::size_t Topology::usual_message_bytes() const {

@@ -64,6 +64,10 @@ class Topology {
   // receives the result.
   int owner(int host, const OpSpec& spec, std::uint64_t index, const Chunk& chunk) const;
   int owner(int host, Kind kind, int root, std::uint64_t index, int server) const;
+  // Whether chunks go between two ranks that do not share a host. They do where both have the same place on their hosts;
+  // where hosts have different numbers of ranks, places count modulo the smaller number. What a lost helper has
+  // served goes between others too.
+  bool exchange(int rank, int other) const;
 
   // Returns the number of hosts and helpers that serve an operation's chunks: those in the pattern, or every host.
   int num_links(Kind kind) const { return is_fixed(kind) ? num_hosts() : num_links_; }
@@ -97,10 +101,13 @@ class Topology {
   // Whether each rank's part of the operation has a server of its own: that rank.
   static bool is_fixed(Kind kind) { return kind == Kind::all_gather || kind == Kind::reduce_scatter; }
   int server_beside_root(int server, const OpSpec& spec) const;
+  // Returns the rank of a host that exchanges chunks with a rank of another one.
+  int partner(int host, int rank) const;
 
   int rank_;
   std::vector<int> host_of_;
   std::vector<std::vector<int>> locals_;
+  std::vector<int> place_of_;  // of each rank among those of its host
   int local_index_ = 0;
   bool any_host_shared_ = false;
   int num_helpers_;

@@ -21,6 +21,7 @@ namespace shoal {
 
 namespace {
 
+constexpr std::size_t kStagedBytes = 16 << 10, kStagedControlBytes = 2 << 10;
 constexpr std::size_t kFairShare = 512 << 10;  // bytes read from a connection before the others are served
 constexpr std::size_t kWriteBytes = 512 << 10;  // handed to the kernel at once, if there are more frames
 
@@ -32,6 +33,8 @@ Connection::Connection(int fd, int peer, bool control, Shared& shared, int epoll
       control_(control),
       shared_(shared),
       epoll_fd_(epoll_fd),
+      staged_bytes_(control ? kStagedControlBytes : kStagedBytes),
+      staged_(std::make_unique_for_overwrite<std::byte[]>(staged_bytes_)),
       receives_(std::move(seals.receives)),
       sends_(std::move(seals.sends)) {
   close_in_children(fd_);
@@ -84,7 +87,7 @@ Connection::Received Connection::receive() {
     wanted = header_.payload_bytes - payload_filled_;
     pieces[count++] = {payload_.get() + payload_filled_, wanted};
   }
-  pieces[count++] = {staged_.data(), staged_.size()};
+  pieces[count++] = {staged_.get(), staged_bytes_};
   const ssize_t got = readv(fd_, pieces, count);
   static_cast<void>(shared_.num_writes.load(std::memory_order_acquire));
   if (got < 0 && errno != EAGAIN && errno != EINTR) throw std::system_error(errno, std::generic_category());
@@ -100,7 +103,7 @@ Connection::Received Connection::receive() {
   staged_end_ = received.bytes - direct;
   if (payload_ && payload_filled_ == header_.payload_bytes) open_payload();
   received.waits = whole_ || staged_end_ > 0;
-  received.drained = received.bytes < wanted + staged_.size();
+  received.drained = received.bytes < wanted + staged_bytes_;
   return received;
 }
 
@@ -118,7 +121,7 @@ bool Connection::take_one(Sink& sink) {
     if (ended_) return false;
     const std::size_t left = staged_end_ - staged_begin_;
     if (!whole_ && left == 0 && !awaits_place()) return false;
-    const std::byte* from = staged_.data() + staged_begin_;
+    const std::byte* from = staged_.get() + staged_begin_;
     if (!whole_ && payload_) {
       const std::size_t size = std::min(left, header_.payload_bytes - payload_filled_);
       std::memcpy(payload_.get() + payload_filled_, from, size);

@@ -132,7 +132,8 @@ class Connection {
   std::atomic<std::size_t> arriving_bytes_{0};
 
   Mutex reading_;
-  std::array<std::byte, 16384> staged_ GUARDED_BY(reading_);  // a read often returns the next header, or many small frames
+  const std::size_t staged_bytes_;  // of a control connection few: there are many, and frames are small
+  const std::unique_ptr<std::byte[]> staged_;  // a read often returns the next header, or many small frames; with reading_
   std::size_t staged_begin_ GUARDED_BY(reading_) = 0, staged_end_ GUARDED_BY(reading_) = 0;
   FrameHeader header_ GUARDED_BY(reading_);
   std::size_t header_filled_ GUARDED_BY(reading_) = 0;

@@ -19,6 +19,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kMaxEarlyJoins = 65536;
+constexpr double kDataCallS = 30.0;
 
 // The connections that engines may share. A child of fork() begins without any: threads do not survive it.
 struct Registry {
@@ -192,6 +193,7 @@ void Connections::on_join(int peer, const FrameHeader& header, const Payload& pa
   Identity who;
   try {
     who = read_join(header, payload);
+    who.marks.clear();  // ranks know each other's keys from the group's records
   } catch (const std::runtime_error& error) {
     return drop_peer(peer, error.what());
   }
@@ -238,6 +240,8 @@ Channel::Channel(std::shared_ptr<Connections> connections, std::string name)
       public_key_(connections->transport().public_key()),
       owner_(std::move(connections)) {}
 
+Channel::~Channel() { stop_calling(); }
+
 std::shared_ptr<Connections> Channel::owner() {
   const MutexLock lock(mutex_);
   return owner_;
@@ -283,8 +287,8 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
   my_name_ = members[static_cast<std::size_t>(self)].place.name();
   const int count = static_cast<int>(members.size());
   for (int member = 0; member < count; ++member) {
-    const auto& [place, num_data] = members[static_cast<std::size_t>(member)];
-    members_.push_back({place, num_data});
+    const auto& [place, num_data, most_data] = members[static_cast<std::size_t>(member)];
+    members_.push_back({place, num_data, most_data});
     if (member == self) continue;
     at(member).peer = connections_.peer_of(place, calls(place));
     if (place.name() == my_name_ || !member_of_.emplace(at(member).peer, member).second) {
@@ -303,17 +307,17 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
   connections_.replay_joins(*this);
 }
 
-void Channel::call(int member, double timeout_s) {
+void Channel::call(int member, bool for_data, double timeout_s, const std::atomic<bool>* stopped) {
   const auto [to, first, wanted] = on_network([&] {
     connections_.assert_here();
     const State& state = at(member);
     const bool called = state.peer >= 0 && !state.gone && calls(state.place);
-    const int wanted = called ? 1 + state.num_data : 0;
+    const int wanted = called ? 1 + (for_data ? state.most_data : state.num_data) : 0;
     return std::tuple(state.peer, called ? connections_.begin_calls(state.peer, wanted) : 0, wanted);
   });
   for (int k = first; k < wanted; ++k) {
     try {
-      connections_.transport().call_peer(to, {my_name_, k == 0}, timeout_s);
+      connections_.transport().call_peer(to, {my_name_, k == 0}, timeout_s, stopped);
     } catch (const std::runtime_error&) {
       on_network([&, peer = to] {
         connections_.assert_here();
@@ -322,6 +326,46 @@ void Channel::call(int member, double timeout_s) {
       throw;
     }
   }
+}
+
+// The first data that goes to a member, or comes from it, over its control connection.
+void Channel::want_data(int member, const FrameHeader& header) {
+  State& state = at(member);
+  if (state.num_data >= state.most_data || !carries_data(header.type) || std::exchange(state.wants_data, true)) return;
+  if (!calls(state.place)) return;
+  const MutexLock lock(mutex_);
+  if (stops_calling_) return;
+  to_call_.push_back(member);
+  if (!caller_.joinable()) caller_ = std::thread([this] { call_for_data(); });
+  changed_.notify_all();
+}
+
+void Channel::call_for_data() {
+  while (true) {
+    int member;
+    {
+      const MutexLock lock(mutex_);
+      while (to_call_.empty() && !stops_calling_) changed_.wait(mutex_);
+      if (stops_calling_) return;
+      member = to_call_.front();
+      to_call_.pop_front();
+    }
+    try {
+      call(member, true, kDataCallS, &stops_calling_);
+    } catch (const std::runtime_error&) {  // the control connection goes on to carry it, or ends and says why
+    }
+  }
+}
+
+void Channel::stop_calling() {
+  std::thread caller;
+  {
+    const MutexLock lock(mutex_);
+    stops_calling_ = true;
+    caller.swap(caller_);
+    changed_.notify_all();
+  }
+  if (caller.joinable()) caller.join();
 }
 
 std::vector<int> Channel::await_members(double timeout_s) {
@@ -342,7 +386,9 @@ void Channel::connected(int peer) {
 void Channel::introduce(int member) {
   State& to = at(member);
   if (std::exchange(to.asked, true) || to.gone) return;
-  connections_.tell(to.peer, FrameType::join, number_, join_payload(me_));
+  Identity me = me_;
+  if (!to.place.is_helper()) me.marks.clear();
+  connections_.tell(to.peer, FrameType::join, number_, join_payload(me));
 }
 
 void Channel::admit(int peer, const Identity& who) {
@@ -375,6 +421,7 @@ void Channel::send(int member, FrameHeader header, Payload payload) {
   header.group = number_;
   ++frames_sent_;
   bytes_sent_ += sizeof header + payload.size();
+  want_data(member, header);
   connections_.transport().send(to.peer, header, std::move(payload));
 }
 
@@ -390,6 +437,7 @@ void Channel::receive(int peer, const FrameHeader& header, Payload payload) {
   State& from = at(found->second);
   if (from.dropped) return;
   from.joined = true;  // it sends what follows a join, which may have been overtaken on another connection
+  want_data(found->second, header);
   ++frames_received_;
   bytes_received_ += sizeof header + payload.size();
   events_->on_frame(found->second, header, std::move(payload));
@@ -467,6 +515,7 @@ bool Channel::flush(double timeout_s) {
 void Channel::close(const std::string& why) {
   std::shared_ptr<Connections> open = owner();
   if (!open) return;
+  stop_calling();
   on_network([&] {
     connections_.assert_here();
     leave(why);

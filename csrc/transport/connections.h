@@ -11,12 +11,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -125,10 +127,12 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
  public:
   struct Member {
     Place place;
-    int num_data = 0;  // connections for data
+    int num_data = 0;   // connections for data
+    int most_data = 0;  // once there is data: until they stand, it goes over the control connection
   };
 
   Channel(std::shared_ptr<Connections> connections, std::string name);
+  ~Channel() override;
 
   int port() const { return port_; }
   // By which the process proves who it is.
@@ -139,8 +143,8 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   // Joins the group: `members[self]` is this process. Throws std::runtime_error if that is not possible.
   void open(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events);
   // Connects to a member, if this process is the one that calls and no other group has. Throws std::runtime_error with
-  // the address and the reason.
-  void call(int member, double timeout_s);
+  // the address and the reason, and soon after `stopped` is set.
+  void call(int member, double timeout_s, const std::atomic<bool>* stopped = nullptr) { call(member, false, timeout_s, stopped); }
   // Waits until all members have joined and are connected; returns those that have not after `timeout_s`.
   std::vector<int> await_members(double timeout_s);
 
@@ -175,8 +179,9 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
  private:
   struct State {
     Place place;
-    int num_data = 0;
+    int num_data = 0, most_data = 0;
     int peer = -1;
+    bool wants_data = false;  // there is data for more than `num_data` connections
     bool asked = false;    // it has our join
     bool joined = false;   // it has the group open: we may send
     bool gone = false;     // it has left or is lost: nothing is sent to it
@@ -190,6 +195,10 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   bool calls(const Place& place) const { return place.is_helper() || my_name_ > place.name(); }
   void introduce(int member) REQUIRES(network_thread);
   void check(int member) REQUIRES(network_thread);
+  void call(int member, bool for_data, double timeout_s, const std::atomic<bool>* stopped);
+  void want_data(int member, const FrameHeader& header) REQUIRES(network_thread);
+  void call_for_data() EXCLUDES(mutex_);
+  void stop_calling() EXCLUDES(mutex_);
   void end(int member, const std::string& why) REQUIRES(network_thread);
   std::shared_ptr<Connections> owner();
   template <class Call>
@@ -211,6 +220,9 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   Mutex mutex_;
   Condition changed_;
   std::set<int> missing_ GUARDED_BY(mutex_);  // members
+  std::deque<int> to_call_ GUARDED_BY(mutex_);  // members with data and no connection for it
+  std::thread caller_ GUARDED_BY(mutex_);       // calls them, once there are any
+  std::atomic<bool> stops_calling_{false};
   std::shared_ptr<Connections> owner_ GUARDED_BY(mutex_);  // until close()
   std::map<std::string, std::uint64_t> last_counters_ GUARDED_BY(mutex_);  // of the process, at close()
 };

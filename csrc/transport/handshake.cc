@@ -27,6 +27,18 @@ using Clock = std::chrono::steady_clock;
 constexpr char kMark[9] = "SHOAL\0\0\4";
 constexpr std::size_t kNonceBytes = 16, kMacBytes = 32, kHelloMacBytes = 16, kPlaceBytes = 64;
 constexpr double kAttemptS = 1.0;
+constexpr int kStopMs = 50;                       // a call that is stopped ends so soon
+constexpr int kFirstPauseMs = 10, kMostPauseMs = 640;  // between attempts: each is twice as long as the one before
+
+// When a step of a call ends at the latest.
+struct Limit {
+  Clock::time_point end;
+  const std::atomic<bool>* stopped;
+
+  bool is_over() const { return Clock::now() >= end || is_stopped(); }
+  bool is_stopped() const { return stopped && *stopped; }
+  Limit at_most(double duration_s) const { return {std::min(end, Clock::now() + seconds(duration_s)), stopped}; }
+};
 
 Bytes without_end(const Bytes& message, std::size_t count) { return {message.begin(), message.end() - static_cast<std::ptrdiff_t>(count)}; }
 
@@ -74,48 +86,49 @@ struct Unheard : std::runtime_error {
 }
 
 // Waits until the socket is readable or writable. Looks once at least: a busy machine may run this after the deadline.
-void wait_for(int fd, short events, Clock::time_point deadline) {
+void wait_for(int fd, short events, const Limit& limit) {
   while (true) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(limit.end - Clock::now()).count();
+    const auto slice = limit.stopped ? std::min<long>(left, kStopMs) : left;
     pollfd item{fd, events, 0};
-    const int ready = poll(&item, 1, left > 0 ? static_cast<int>(left) + 1 : 0);
+    const int ready = poll(&item, 1, slice > 0 ? static_cast<int>(slice) + 1 : 0);
     if (ready > 0) return;
     if (ready < 0 && errno != EINTR) throw std::runtime_error(std::strerror(errno));
-    if (left <= 0) throw std::runtime_error("no answer in time");
+    if (left <= 0 || limit.is_stopped()) throw std::runtime_error("no answer in time");
   }
 }
 
-void send_all(int fd, const Bytes& bytes, Clock::time_point deadline) {
+void send_all(int fd, const Bytes& bytes, const Limit& limit) {
   std::size_t done = 0;
   while (done < bytes.size()) {
     const ssize_t sent = ::send(fd, bytes.data() + done, bytes.size() - done, MSG_NOSIGNAL);
     if (sent > 0) done += static_cast<std::size_t>(sent);
-    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLOUT, deadline);
+    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLOUT, limit);
     else throw_broken();
   }
 }
 
-Bytes receive(int fd, std::size_t count, Clock::time_point deadline) {
+Bytes receive(int fd, std::size_t count, const Limit& limit) {
   Bytes bytes(count);
   std::size_t done = 0;
   while (done < count) {
     const ssize_t got = ::recv(fd, bytes.data() + done, count - done, 0);
     if (got > 0) done += static_cast<std::size_t>(got);
     else if (got == 0) throw Unheard("it hung up");
-    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLIN, deadline);
+    else if (errno == EAGAIN || errno == EINTR) wait_for(fd, POLLIN, limit);
     else throw_broken();
   }
   return bytes;
 }
 
-int connect_once(const SocketAddress& to, const std::string& from, Clock::time_point deadline) {
+int connect_once(const SocketAddress& to, const std::string& from, const Limit& limit) {
   const int fd = socket(to.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) throw std::runtime_error(std::strerror(errno));
   try {
     bind_to(fd, from);
     if (connect(fd, to.get(), to.size) < 0) {
       if (errno != EINPROGRESS) throw std::runtime_error(std::strerror(errno));
-      wait_for(fd, POLLOUT, deadline);
+      wait_for(fd, POLLOUT, limit);
       int error = 0;
       socklen_t size = sizeof error;
       getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
@@ -128,24 +141,25 @@ int connect_once(const SocketAddress& to, const std::string& from, Clock::time_p
   }
 }
 
-Session introduce(int fd, Caller& caller, Clock::time_point deadline) {
-  send_all(fd, caller.hello(), deadline);
-  send_all(fd, caller.identity(receive(fd, kChallengeBytes, deadline)), deadline);
-  return caller.finish(receive(fd, kWelcomeBytes, deadline));
+Session introduce(int fd, Caller& caller, const Limit& limit) {
+  send_all(fd, caller.hello(), limit);
+  send_all(fd, caller.identity(receive(fd, kChallengeBytes, limit)), limit);
+  return caller.finish(receive(fd, kWelcomeBytes, limit));
 }
 
-std::pair<int, Session> try_once(const Destination& to, const Credentials& mine, const Introduction& me, Clock::time_point connect_by,
-                                 Clock::time_point deadline, bool& reached) {
+std::pair<int, Session> try_once(const Destination& to, const Credentials& mine, const Introduction& me, const Limit& limit,
+                                 bool& reached) {
   int fd = -1;
   try {
-    fd = connect_once(SocketAddress(to.address, to.port), to.from, connect_by);
+    // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
+    fd = connect_once(SocketAddress(to.address, to.port), to.from, limit.at_most(kAttemptS));
   } catch (const std::runtime_error& error) {
     throw Unheard(error.what());
   }
   reached = true;
   try {
     Caller caller(mine, me, place_text(peer_address(fd), to.port), to.key);
-    return {fd, introduce(fd, caller, deadline)};
+    return {fd, introduce(fd, caller, limit)};
   } catch (...) {
     close(fd);
     throw;
@@ -198,7 +212,7 @@ Bytes Caller::hello() {
   return transcript_.signed_by("hello", std::move(hello), kHelloMacBytes);
 }
 
-Bytes Caller::identity(const Bytes& challenge) {
+PublicKey Caller::listener(const Bytes& challenge) {
   require_size(challenge, kChallengeBytes);
   transcript_.take("listener", challenge, kMacBytes);
   peer_ = key_at(challenge, kNonceBytes);
@@ -207,6 +221,11 @@ Bytes Caller::identity(const Bytes& challenge) {
   if (!is_known(expected_) && place != called_) {
     throw std::runtime_error("it is the process at " + printable(place) + " that answers there: a relay, or a translation of addresses, is between; name its own address");
   }
+  return peer_;
+}
+
+Bytes Caller::identity(const Bytes& challenge) {
+  static_cast<void>(listener(challenge));
   if (me_.name.size() > kMaxProcessName) throw std::runtime_error("the process's name is too long");
   Bytes body;
   append_padded(body, me_.name, kMaxProcessName);
@@ -269,27 +288,44 @@ Bytes Listener::welcome(bool admitted) const {
 
 // ---- calls ----------------------------------------------------------------------------------------------
 
-std::pair<int, Session> call(const Destination& to, const Credentials& mine, const Introduction& me, double timeout_s, double unreached_s) {
+std::pair<int, Session> call(const Destination& to, const Credentials& mine, const Introduction& me, double timeout_s, double unreached_s,
+                             const std::atomic<bool>* stopped) {
   static_cast<void>(SocketAddress(to.address, to.port));  // throws for what is no address
   const std::string place = to.address + ":" + std::to_string(to.port);
-  const auto begin = Clock::now(), deadline = begin + seconds(timeout_s);
-  const auto reached_by = std::min(deadline, begin + seconds(unreached_s));
+  const auto begin = Clock::now();
+  const Limit limit{begin + seconds(timeout_s), stopped}, unreached{std::min(limit.end, begin + seconds(unreached_s)), stopped};
   bool reached = false;
   std::string why;
+  int pause_ms = kFirstPauseMs;
   do {
-    // The kernel resends a lost SYN only after a second: several short attempts connect sooner.
-    const auto attempt = std::min(deadline, Clock::now() + seconds(kAttemptS));
     try {
-      return try_once(to, mine, me, attempt, deadline, reached);
+      return try_once(to, mine, me, limit, reached);
     } catch (const Unheard& error) {
       why = error.what();
-      poll(nullptr, 0, 20);
+      poll(nullptr, 0, pause_ms);
+      pause_ms = std::min(2 * pause_ms, kMostPauseMs);
     } catch (const std::runtime_error& error) {
       throw std::runtime_error(place + ": " + error.what());
     }
-  } while (Clock::now() < (reached ? deadline : reached_by));
+  } while (!(reached ? limit : unreached).is_over());
   throw std::runtime_error(place + " was not reached " + (to.from.empty() ? "" : "from " + to.from + " ") + "in " +
                            std::to_string(std::lround(reached ? timeout_s : std::min(timeout_s, unreached_s))) + " s: " + why);
+}
+
+PublicKey key_of_listener(const Destination& to, const Bytes& secret, double timeout_s) {
+  const Limit limit{Clock::now() + seconds(timeout_s), nullptr};
+  const Credentials mine{secret, {}};
+  const int fd = connect_once(SocketAddress(to.address, to.port), to.from, limit);
+  try {
+    Caller caller(mine, {}, place_text(peer_address(fd), to.port), to.key);
+    send_all(fd, caller.hello(), limit);
+    const PublicKey key = caller.listener(receive(fd, kChallengeBytes, limit));
+    close(fd);
+    return key;
+  } catch (...) {
+    close(fd);
+    throw;
+  }
 }
 
 }  // namespace shoal

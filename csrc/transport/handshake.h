@@ -12,6 +12,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -80,6 +81,8 @@ class Caller {
   Caller(const Credentials& mine, Introduction me, std::string called, const PublicKey& expected);
 
   Bytes hello();
+  // Returns the public key of the listener, which has yet to show that it has the private one.
+  PublicKey listener(const Bytes& challenge);
   Bytes identity(const Bytes& challenge);
   Session finish(const Bytes& welcome) const;
 
@@ -122,9 +125,13 @@ struct Destination {
 };
 
 // Connects and authenticates; returns the socket in non-blocking mode, and the session. Throws std::runtime_error with the
-// address and the reason: after `timeout_s`, or after `unreached_s` if no connection to its port was accepted at all. A
-// process that is alive may be slow to answer.
+// address and the reason: after `timeout_s`, or after `unreached_s` if no connection to its port was accepted at all, or
+// soon after `stopped` is set. A process that is alive may be slow to answer.
 std::pair<int, Session> call(const Destination& to, const Credentials& mine, const Introduction& me, double timeout_s,
-                             double unreached_s = kUnreachedS);
+                             double unreached_s = kUnreachedS, const std::atomic<bool>* stopped = nullptr);
+
+// Returns the public key that the process at a place names, of which connections to this place then ask a proof. Throws
+// std::runtime_error if it does not answer in time, does not know the secret, or listens at another place.
+PublicKey key_of_listener(const Destination& to, const Bytes& secret, double timeout_s);
 
 }  // namespace shoal

@@ -12,7 +12,7 @@ namespace shoal {
 
 namespace {
 
-constexpr std::size_t kWords = 4;         // rank, size, host, number of hosts; the name follows
+constexpr std::size_t kWords = 5;         // rank, size, host, number of hosts, bytes of the name, which follows
 constexpr std::size_t kMaxProcesses = 65536;  // whose names one process keeps
 constexpr std::size_t kRemembered = 4096;  // groups that were left
 
@@ -68,23 +68,29 @@ bool Processes::remove(int peer) {
   return true;
 }
 
+std::string mark_of(const PublicKey& key) { return {key.begin(), key.begin() + kMarkBytes}; }
+
 std::uint32_t group_number(const std::string& group) { return crc32c(group.data(), group.size()); }
 
 Payload join_payload(const Identity& who) {
   if (who.group.size() > kMaxGroupName) throw std::runtime_error("the group's name is too long");
-  const std::int32_t words[kWords] = {who.rank, who.size, who.host, who.num_hosts};
+  const std::int32_t words[kWords] = {who.rank, who.size, who.host, who.num_hosts, static_cast<std::int32_t>(who.group.size())};
   std::string text(sizeof words, '\0');
   std::memcpy(text.data(), words, sizeof words);
-  return payload_of(text + who.group);
+  return payload_of(text + who.group + who.marks);
 }
 
 Identity read_join(const FrameHeader& header, const Payload& payload) {
   std::int32_t words[kWords];
-  if (payload.size() <= sizeof words || payload.size() > sizeof words + kMaxGroupName) {
-    throw std::runtime_error("a member joins with " + std::to_string(payload.size()) + " bytes");
-  }
+  const auto refuse = [&] { throw std::runtime_error("a member joins with " + std::to_string(payload.size()) + " bytes"); };
+  if (payload.size() <= sizeof words) refuse();
   std::memcpy(words, payload.data(), sizeof words);
-  Identity who{text_of(payload).substr(sizeof words), words[0], words[1], words[2], words[3]};
+  const std::size_t left = payload.size() - sizeof words, length = static_cast<std::uint32_t>(words[4]);
+  if (length == 0 || length > std::min(left, kMaxGroupName)) refuse();
+  const bool knows_keys = left > length;
+  if (knows_keys && (words[1] < 1 || left - length != kMarkBytes * static_cast<std::size_t>(words[1]))) refuse();
+  const std::string text = text_of(payload);
+  Identity who{text.substr(sizeof words, length), words[0], words[1], words[2], words[3], text.substr(sizeof words + length)};
   if (group_number(who.group) != header.group) throw std::runtime_error("a member joins a group by another's number");
   return who;
 }

@@ -79,7 +79,12 @@ struct Identity {
   int size = 0;
   int host = 0;       // index of the rank's host
   int num_hosts = 1;  // of the group
+  std::string marks = {};  // of all ranks' keys, one after the other; empty: they are not known
 };
+
+// What stands for a public key in a member's claim: its first bytes, which no other key can be made to have.
+inline constexpr std::size_t kMarkBytes = 16;
+std::string mark_of(const PublicKey& key);
 
 // The group's number in frame headers. Two names may have the same number, which those who join are told.
 std::uint32_t group_number(const std::string& group);

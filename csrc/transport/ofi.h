@@ -36,7 +36,9 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void stop() override;
   const PublicKey& public_key() const override { return tcp_.public_key(); }
   void set_peer(int peer, const std::string& address, int port, const PublicKey& key) override { tcp_.set_peer(peer, address, port, key); }
-  void call_peer(int peer, const Introduction& me, double timeout_s) override { tcp_.call_peer(peer, me, timeout_s); }
+  void call_peer(int peer, const Introduction& me, double timeout_s, const std::atomic<bool>* stopped = nullptr) override {
+    tcp_.call_peer(peer, me, timeout_s, stopped);
+  }
   bool flush(const std::vector<int>& peers, double timeout_s) override { return tcp_.flush(peers, timeout_s); }
 
   void assert_here() const override ASSERT_CAPABILITY(network_thread) { tcp_.assert_here(); }

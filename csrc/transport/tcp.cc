@@ -157,7 +157,7 @@ void TcpTransport::set_peer(int peer, const std::string& address, int port, cons
   });
 }
 
-void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s) {
+void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s, const std::atomic<bool>* stopped) {
   Introduction introduction = me;
   introduction.protection = options_.protection;
   const auto known = std::make_shared<std::promise<Destination>>();
@@ -165,7 +165,7 @@ void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s)
     assert_here();
     known->set_value(destination_of(peer_at(peer), control));
   });
-  const auto [fd, session] = call(known->get_future().get(), credentials_, introduction, timeout_s);
+  const auto [fd, session] = call(known->get_future().get(), credentials_, introduction, timeout_s, kUnreachedS, stopped);
   post([this, fd = fd, session = session, peer, control = me.control] {
     assert_here();
     peer_at(peer).key = session.peer;  // of a helper: known from its first connection on

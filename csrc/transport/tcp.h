@@ -82,7 +82,7 @@ class TcpTransport : public Transport {
 
   const PublicKey& public_key() const override { return credentials_.keys.known; }
   void set_peer(int peer, const std::string& address, int port, const PublicKey& key) override;
-  void call_peer(int peer, const Introduction& me, double timeout_s) override;
+  void call_peer(int peer, const Introduction& me, double timeout_s, const std::atomic<bool>* stopped = nullptr) override;
   // Returns once the peers' kernels have acknowledged it.
   bool flush(const std::vector<int>& peers, double timeout_s) override;
 

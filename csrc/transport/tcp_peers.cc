@@ -22,7 +22,7 @@ namespace shoal {
 
 namespace {
 
-constexpr double kHandshakeS = 5.0;
+constexpr double kHandshakeS = 10.0;  // of a member too, on a machine that is busy
 constexpr std::size_t kMaxNewcomers = 4096;
 constexpr int kSpareFiles = 16;  // of a process, for what else it opens
 constexpr std::size_t kMostAhead = 1 << 16;  // frames that have overtaken a missing one
@@ -77,7 +77,7 @@ void TcpTransport::hear_newcomer(int fd) {
   const ssize_t got = recv(fd, chunk.data(), chunk.size(), 0);
   if (got <= 0) {
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    return forget_newcomer(fd, newcomer.received.empty() && !newcomer.knows_secret ? "" : "it hung up");
+    return forget_newcomer(fd, newcomer.received.empty() ? "" : "it hung up");
   }
   newcomer.received.insert(newcomer.received.end(), chunk.begin(), chunk.begin() + got);
   if (newcomer.received.size() < wanted) return;
@@ -121,7 +121,8 @@ TcpTransport::Newcomer TcpTransport::take_newcomer(int fd) {
   return newcomer;
 }
 
-// Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged.
+// Drops a connection that did not authenticate; the job continues. A probe that sends nothing is not logged, nor a
+// process that has asked for the key.
 void TcpTransport::forget_newcomer(int fd, const std::string& why) {
   const std::string from = take_newcomer(fd).from;
   close_socket(fd);

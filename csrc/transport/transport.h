@@ -5,6 +5,7 @@
 // Sink.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -60,9 +61,10 @@ class Transport {
   virtual void start() = 0;
   virtual void stop() = 0;
 
-  // Where a peer listens, and its key, if it is known. Connects to it, once. Any thread.
+  // Where a peer listens, and its key, if it is known. Connects to it, once, unless `stopped` is set meanwhile. Any thread,
+  // but the second one of the transport's own.
   virtual void set_peer(int peer, const std::string& address, int port, const PublicKey& key) = 0;
-  virtual void call_peer(int peer, const Introduction& me, double timeout_s) = 0;
+  virtual void call_peer(int peer, const Introduction& me, double timeout_s, const std::atomic<bool>* stopped = nullptr) = 0;
   // Waits until these peers have received all that is queued for them now; returns false if there is no progress for
   // `timeout_s`. Any thread without the NetworkLock.
   virtual bool flush(const std::vector<int>& peers, double timeout_s) = 0;

@@ -443,4 +443,36 @@ TEST(helper_refuses_groups_beyond_its_number) {
   for (Pair::Side& side : groups) side.channel->close("");
 }
 
+// Joins a group of two at a helper, as this rank; returns why it is refused, or an empty string.
+std::string refusal_at(shoal::HelperServer& helper, const std::shared_ptr<Connections>& of, const std::string& group, int rank,
+                       const std::string& marks, Pair::Side& side) {
+  const shoal::Place me{"127.0.0.1", of->transport().port(), 1 + rank}, there{"127.0.0.1", helper.port()};
+  side.channel = std::make_shared<Channel>(of, group);
+  side.channel->open({group, rank, 2, rank, 2, marks}, 0, {{me, 0}, {there, 0}}, side.events);
+  side.channel->call(1, kDeadlineS);
+  CHECK(side.channel->await_members(kDeadlineS).empty());
+  return side.events.downs().empty() ? "" : text_at(side.events.downs(), 0);
+}
+
+// A member of the job cannot be another rank at a helper, even if it comes before that rank does.
+TEST(helper_admits_a_rank_by_its_public_key) {
+  shoal::HelperServer helper("127.0.0.1", 0, kSecret, 0);
+  helper.start();
+  std::array<std::shared_ptr<Connections>, 3> of;
+  std::array<std::string, 3> mark;
+  for (std::size_t k = 0; k < 3; ++k) {
+    of[k] = std::make_shared<Connections>(transport_options());
+    mark[k] = shoal::mark_of(of[k]->transport().public_key());
+  }
+  std::deque<Pair::Side> sides;
+  const std::string true_marks = mark[0] + mark[1], false_marks = mark[0] + mark[2];
+  CHECK_EQ(refusal_at(helper, of[2], "g", 1, true_marks, sides.emplace_back()), "it refused: rank 1 of group 'g' has another public key");
+  for (int rank = 0; rank < 2; ++rank) {
+    CHECK_EQ(refusal_at(helper, of[static_cast<std::size_t>(rank)], "g", rank, true_marks, sides.emplace_back()), "");
+  }
+  CHECK_EQ(refusal_at(helper, of[2], "h", 1, false_marks, sides.emplace_back()), "");
+  CHECK(contains(refusal_at(helper, of[0], "h", 0, true_marks, sides.emplace_back()), "group 'h' has ranks with other public keys here than"));
+  for (Pair::Side& side : sides) side.channel->close("");
+}
+
 }  // namespace connections_test

@@ -141,6 +141,25 @@ TEST_OVER_EACH(messages_of_all_sizes_on_every_placement) {
   }
 }
 
+// Ranks in different places of their hosts exchange no chunks: connections for data come with the first message.
+TEST(messages_bring_connections_for_data) {
+  Group group({"two hosts of two", {"a", "a", "b", "b"}});
+  const auto connections = [&](int rank) { return count_of(group.engine(rank).counters(), "connections"); };
+  group.each([&](int, Engine& engine) {
+    std::vector<float> x(100'003, 1.0f), all(4 * x.size());
+    for (Kind kind : {Kind::all_reduce, Kind::broadcast, Kind::reduce}) {
+      for (int root = 0; root < 4; ++root) run(engine, kind, x.data(), x.data(), x.size(), shoal::Combine::max, root);
+    }
+    run(engine, Kind::all_gather, x.data(), all.data(), x.size());
+    run(engine, Kind::reduce_scatter, all.data(), x.data(), x.size());
+  });
+  for (int rank = 0; rank < 4; ++rank) CHECK_EQ(connections(rank), 4u);  // three for control
+  all_of_them(group, 1000);
+  for (int rank = 0; rank < 4; ++rank) await([&] { return connections(rank) == 5u; }, "a connection for data");
+  all_of_them(group, 1000);
+  group.close();
+}
+
 // Nothing may be sent unasked, or little: every message but the empty ones is offered first.
 TEST_OVER_EACH(messages_with_little_room) {
   for (const std::size_t unexpected : {0, 5000}) {

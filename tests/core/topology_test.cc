@@ -210,10 +210,26 @@ TEST(topology_all_ranks_cut_and_own_alike) {
           const bool rooted = spec.kind == Kind::broadcast || spec.kind == Kind::reduce;
           if (rooted && views[0].host_of(spec.root) == host) CHECK_EQ(owner, spec.root);
           if (rooted) CHECK(!views[0].is_helper(chunks[k].server));
+          const bool beside = views[0].is_helper(chunks[k].server) || views[0].host_of(chunks[k].server) == host;
+          if (!beside) CHECK(views[0].exchange(owner, chunks[k].server));
         }
       }
     });
   }
+}
+
+// With as many ranks on each host, a rank exchanges chunks with one of each other host.
+TEST(topology_chunks_go_between_ranks_in_the_same_place) {
+  std::vector<std::string> hosts;
+  for (int rank = 0; rank < 24; ++rank) hosts.push_back("h" + std::to_string(rank / 4));
+  const Topology topology(0, hosts, 0, all_servers(hosts.size(), 0));
+  for (int rank = 0; rank < 24; ++rank) {
+    for (int other = 0; other < 24; ++other) {
+      if (rank / 4 != other / 4) CHECK_EQ(topology.exchange(rank, other), rank % 4 == other % 4);
+    }
+  }
+  const Topology uneven(0, {"a", "a", "a", "b"}, 0, all_servers(4, 0));
+  for (int rank = 0; rank < 3; ++rank) CHECK(uneven.exchange(rank, 3) && uneven.exchange(3, rank));
 }
 
 TEST(topology_places) {

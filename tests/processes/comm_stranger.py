@@ -11,6 +11,7 @@ import struct
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import Self
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -32,6 +33,12 @@ JOIN, LEAVE, OFFER, ACCEPT, PART, ROOM = range(11, 17)
 def private_key(rank: int) -> bytes:
     """Return the private key of a rank's process in tests, so that they can lie as this process."""
     return hashlib.sha256(b"the key of rank %d" % rank).digest()
+
+
+@cache
+def mark_of(rank: int) -> bytes:
+    """Return what stands for the key of a rank where it joins."""
+    return public_key(private_key(rank))[:16]
 
 
 def public_key(own: bytes) -> bytes:
@@ -90,7 +97,7 @@ class Who:
     """Identifies a member of a group; each rank is on a host of its own unless ``host`` is given.
 
     ``process`` is the name of the process that it pretends to be, and ``own`` its private key (default: the
-    rank's).
+    rank's). ``marks`` are those of all ranks' keys (default: the keys of ranks in tests).
     """
 
     group: str
@@ -99,6 +106,7 @@ class Who:
     host: int | None = None
     process: str = ""
     own: bytes = b""
+    marks: tuple[bytes, ...] = ()
 
     @property
     def key(self) -> bytes:
@@ -111,7 +119,8 @@ class Who:
     def join(self) -> bytes:
         """Return the frame with which it joins the group."""
         host = self.rank if self.host is None else self.host
-        payload = struct.pack("<4i", self.rank, self.size, host, self.size) + self.group.encode()
+        payload = struct.pack("<5i", self.rank, self.size, host, self.size, len(self.group.encode()))
+        payload += self.group.encode() + b"".join(self.marks or map(mark_of, range(self.size)))
         return self.encode(Frame(type=JOIN, payload=payload))
 
     def encode(self, frame: Frame) -> bytes:

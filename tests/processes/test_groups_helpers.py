@@ -111,6 +111,46 @@ def test_groups_go_on_after_helpers_are_killed(tmp_path: Path, num_killed: int) 
             assert "0 strangers dropped" in said, said  # a probe is none
 
 
+def use_one_that_begins_again(rank: int, folder: Path, name: str, pid: int) -> None:
+    """Lose a helper, begin it again at its place, and make new groups beside the old one."""
+    keep_stderr(folder / f"stderr-{rank}")
+    check_sum(rank)
+    address, _, port = name.rpartition(":")
+    if rank == 0:
+        kill(name, pid)
+    dist.barrier()
+    without = dist.new_group(backend="shoal")
+    check_sum(rank, without)
+    with ExitStack() as stack:
+        if rank == 0:
+            again = stack.enter_context(HelperProcess("h0", address=address, port=int(port)))
+        dist.barrier()
+        for _ in range(2):
+            group = dist.new_group(backend="shoal", pg_options=EngineOptions(workers_serve=False))
+            check_sum(rank, group)  # nobody but the helper serves
+        check_sum(rank)
+        check_sum(rank, without)
+        dist.barrier()
+        if rank == 0:
+            assert len(lines_of(folder / "stderr-0", f"helper {name} has begun again")) == 1
+            again.kill()
+            again.process.wait()
+        dist.barrier()
+        check_sum(rank, dist.new_group(backend="shoal"))
+        check_sum(rank)
+    if rank == 0:
+        assert len(lines_of(folder / "stderr-0", f"do without helper {name}:")) == 2
+
+
+def test_a_helper_that_has_begun_again_serves_new_groups(tmp_path: Path) -> None:
+    with HelperProcess("h0") as helper:
+        name = f"{helper.address}:{helper.port}"
+        run_group(
+            use_one_that_begins_again, 3, tmp_path, tmp_path, name, helper.process.pid,
+            hosts=HOSTS, environment=environment([name]),
+        )  # fmt: skip
+
+
 def silent_port(stack: ExitStack) -> int:
     """Return a port that takes no further connection and does not refuse one: a host that does not answer."""
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))

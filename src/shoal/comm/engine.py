@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -115,11 +115,16 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class Helper:
-    """Location of a helper host's server."""
+    """Location of a helper host's server, and its public key, as :attr:`Peer.key`."""
 
     address: str
     port: int
     name: str
+    key: str = ""
+
+    def words(self) -> tuple[str, int, str, bytes]:
+        """Return it as the core takes it."""
+        return self.address, self.port, self.name, bytes.fromhex(self.key)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,10 +501,11 @@ class Engine(CollectiveEngine):
             CommError: a peer did not come, rejected this rank, or does not know the secret.
         """
         self.peers = list(peers)
+        self._helper_keys = {helper.name: helper.key for helper in helpers}
         try:
             self._engine.connect(
                 [peer.words() for peer in peers],
-                list(map(astuple, helpers)),
+                [helper.words() for helper in helpers],
                 list(pattern),
                 segment,
                 timeout_s,
@@ -508,6 +514,9 @@ class Engine(CollectiveEngine):
             raise CommError(
                 f"group {self._group!r}, rank {self._rank} cannot meet the others: {error}"
             ) from error
+
+    def _losses(self) -> dict[tuple[str, str], None]:
+        return {(name, self._helper_keys[name]): None for name in self._engine.lost_helpers()}
 
     def c_group(self) -> int:
         return int(self._engine.c_group(self._rank, self._size))
@@ -525,7 +534,7 @@ class Engine(CollectiveEngine):
 
     def close(self) -> None:
         if os.getpid() == self._pid:
-            _lost.update(dict.fromkeys(self._engine.lost_helpers()))
+            _lost.update(self._losses())
             _open_engines.discard(self)
             self._engine.close()
 
@@ -539,16 +548,27 @@ class Engine(CollectiveEngine):
 
 
 _open_engines: WeakSet[Engine] = WeakSet()
-_lost: dict[str, None] = {}
-"""Helpers lost by engines that are closed, in the order of the losses."""
+_lost: dict[tuple[str, str], None] = {}
+"""Helpers lost by engines of this process, by name and public key, in the order of the losses."""
 
 
 def lost_helpers() -> list[str]:
-    """Return the names of the helpers that engines of this process have lost."""
+    """Return the names of the helpers that engines of this process have lost.
+
+    A name comes twice where another process has been lost at the same place.
+    """
     for engine in list(_open_engines):
         if engine._pid == os.getpid():
-            _lost.update(dict.fromkeys(engine._engine.lost_helpers()))
-    return list(_lost)
+            _lost.update(engine._losses())
+    return [name for name, _ in _lost]
+
+
+def has_lost(name: str, key: str) -> bool:
+    """Return whether engines of this process have lost the helper with this name and public key.
+
+    So has one that was lost before its key was known.
+    """
+    return name in lost_helpers() and not {(name, key), (name, "")}.isdisjoint(_lost)
 
 
 @atexit.register

@@ -16,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from shoal.comm.engine import CommError, Engine, Operation, lost_helpers
+from shoal import native
+from shoal.comm.engine import CommError, Engine, Operation, has_lost, lost_helpers
 from shoal.comm.store import Records
 from shoal.decide.server_assignment import assign_chunks
 from shoal.env import settings
+from shoal.env.secret import job_secret
 from shoal.env.settings import HelperAddress
 
 REACH_S = 3.0
@@ -27,6 +29,9 @@ REACH_S = 3.0
 STARTING_S = 30.0
 """Time that it waits for servers that do not listen yet on a host that answers; half its timeout if less."""
 _PAUSE_S = 0.1
+_AGAIN_S = 0.2
+"""Time that it waits for a helper that was lost, which may have begun again."""
+_LOST = "a group of this process lost it"
 
 _PROBE_HOST_S = 0.15
 _PROBE_ALL_HELPERS_S = 0.4  # a helper's first sums wait for a message of each host: 42 ms of 16 at 50 Mbit/s
@@ -70,8 +75,9 @@ def reachable_helpers(*, workers_serve: bool, timeout_s: float) -> list[HelperAd
         CommError: there are helpers, none is usable, and workers may not serve.
     """
     helpers = [_resolved(helper) for helper in settings.helpers()]
-    for name in lost_helpers():
-        _exclude(name, "a group of this process lost it")
+    for helper in helpers:
+        if _is_lost(helper):
+            _exclude(name_of(helper), _LOST)
     candidates = [helper for helper in helpers if name_of(helper) not in _excluded]
     for helper, problem in zip(candidates, _reach(candidates, min(STARTING_S, timeout_s / 2)), strict=True):
         if problem:
@@ -104,6 +110,41 @@ def _resolved(helper: HelperAddress) -> HelperAddress:
                 _exclude(name_of(helper), reason)
                 return helper
         time.sleep(_PAUSE_S)
+
+
+def _is_lost(helper: HelperAddress) -> bool:
+    """Return whether a group of this process has lost the helper, and no other process listens there now.
+
+    One that has begun again has another public key, and serves new groups.
+    """
+    name = name_of(helper)
+    if name not in lost_helpers():
+        return False
+    key = _ask(helper, _AGAIN_S)
+    if not key or has_lost(name, key):
+        return True
+    if _excluded.get(name) == _LOST:
+        del _excluded[name]
+        print(f"shoal: helper {name} has begun again: new groups use it", file=sys.stderr)
+    return False
+
+
+def helper_keys(helpers: Sequence[HelperAddress]) -> list[str]:
+    """Return the public key of each helper as hexadecimal digits; an empty string if it does not answer.
+
+    In the group's signed record it makes sure that all ranks have the same process there. One that does not
+    know the secret has none: the connection to it will say so.
+    """
+    with ThreadPoolExecutor(max(len(helpers), 1)) as pool:
+        return list(pool.map(lambda helper: _ask(helper, REACH_S), helpers))
+
+
+def _ask(helper: HelperAddress, limit_s: float) -> str:
+    try:
+        key = native.core().key_of_listener(helper.address, helper.port, job_secret() or b"", limit_s)
+    except RuntimeError:
+        return ""
+    return str(key.hex())
 
 
 def bandwidth_of(helper: HelperAddress) -> float | None:
@@ -173,9 +214,10 @@ def _reach_one(helper: HelperAddress, starting_s: float) -> str:
     """
     begin = time.monotonic()
     problem, limit_s, announced = "no answer", min(REACH_S, starting_s), False
+    num_losses = lost_helpers().count(name_of(helper))
     while (left_s := begin + limit_s - time.monotonic()) > 0:
-        if name_of(helper) in lost_helpers():
-            return "a group of this process lost it"
+        if lost_helpers().count(name_of(helper)) > num_losses:
+            return _LOST
         try:
             socket.create_connection((helper.address, helper.port), timeout=left_s).close()
             return ""

@@ -25,6 +25,7 @@ from shoal.comm.helpers import (
     Probe,
     bandwidth_of,
     connections_help,
+    helper_keys,
     measured_connections,
     name_of,
     reachable_helpers,
@@ -157,7 +158,8 @@ class _Member:
         hosts = [peer.host for peer in peers]
         pattern = chunk_pattern(hosts, [each["bandwidth"] or 1.0 for each in helpers])
         endpoints = [
-            Helper(address=each["address"], port=each["port"], name=each["name"]) for each in helpers
+            Helper(address=each["address"], port=each["port"], name=each["name"], key=each["key"])
+            for each in helpers
         ]
         engine.connect(peers, endpoints, pattern, segment=segment, timeout_s=self.timeout.total_seconds())
         return hosts
@@ -216,11 +218,12 @@ def _exchange_rules(
                 "secret: set SHOAL_SECRET or SHOAL_SECRET_FILE on all hosts"
             )
         helpers = reachable_helpers(workers_serve=options.workers_serve, timeout_s=timeout_s)
+        keys = helper_keys(helpers)
         new_secret = secrets.token_hex(_SECRET_BYTES)
         rules = {
             "helpers": [
-                {**asdict(each), "name": name_of(each), "bandwidth": bandwidth_of(each) or 0.0}
-                for each in helpers
+                {**asdict(each), "name": name_of(each), "bandwidth": bandwidth_of(each) or 0.0, "key": key}
+                for each, key in zip(helpers, keys, strict=True)
             ],
             "options": asdict(options),
             "connections": options.connections_per_peer or measured_connections(),

@@ -46,6 +46,7 @@ _ADDRESS = rf"{_OCTET}(\.{_OCTET}){{3}}|[0-9a-f]{{0,4}}(:[0-9a-f]{{0,4}}){{2,7}}
 _ADDRESSES = rf"({_ADDRESS})(,({_ADDRESS})){{0,7}}"
 PORT = range(1, 1 << 16)
 """Rule of the port of a service."""
+_KEY = r"[0-9a-f]{64}"
 
 LOCATION: Rule = {
     "host": NAME,
@@ -53,13 +54,13 @@ LOCATION: Rule = {
     "port": PORT,
     "global_rank": range(1 << 31),
     "pid": range(1, 1 << 31),
-    "key": r"[0-9a-f]{64}",
+    "key": _KEY,
     "node": NAME,
     "network": NAME,
 }
 """Location of a rank: the fields of ``engine.Peer`` and of ``addresses.Endpoint``."""
 RULES: Rule = {
-    "helpers": [{"address": _ADDRESS, "port": PORT, "name": NAME, "bandwidth": float}],
+    "helpers": [{"address": _ADDRESS, "port": PORT, "name": NAME, "bandwidth": float, "key": rf"({_KEY})?"}],
     "options": object,
     "connections": range(65),
     "segment": r"shoal-[0-9a-f-]{1,64}",
@@ -67,6 +68,7 @@ RULES: Rule = {
 }
 """Settings that rank 0 decides for all ranks.
 
+``key`` is a helper's public key, as rank 0 has heard it, or empty if the helper did not answer in time.
 ``bandwidth`` is a multiple of a worker host's, or 0 if it must be measured. ``connections`` is the number for
 data to each peer, or 0 if it is not given and none is measured. ``segment`` names shared memory.
 ``secret`` is random, or empty if the job has its own.
