@@ -11,6 +11,7 @@ is its number for 16,384 ranks. ``--quick`` measures 8 and 64.
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Seen:
     """A group, as seen from outside. Lists have an entry for each rank."""
 
     took_s: float
+    processor_s: float
     private_mib: list[float]
     files: list[int]
     sockets: list[int]
@@ -59,6 +61,12 @@ def _private_mib(pid: int) -> float:
     """Return the memory that a process shares with no other."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor time of a process, with the kernel's for it."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _count_files(pid: int) -> tuple[int, int]:
@@ -103,6 +111,7 @@ def run(program: Path, size: int) -> Seen:
         for rank, process in enumerate(ranks):
             _answer(process, rank)
         took_s = time.monotonic() - begin
+        processor_s = sum(_processor_s(process.pid) for process in ranks)
         counts = [_count_files(process.pid) for process in ranks]
         private_mib = [_private_mib(process.pid) for process in ranks]
         for process in ranks:
@@ -111,7 +120,13 @@ def run(program: Path, size: int) -> Seen:
         for process in ranks:
             process.wait()
     files, sockets = zip(*counts, strict=True)
-    return Seen(took_s=took_s, private_mib=private_mib, files=list(files), sockets=list(sockets))
+    return Seen(
+        took_s=took_s,
+        processor_s=processor_s,
+        private_mib=private_mib,
+        files=list(files),
+        sockets=list(sockets),
+    )
 
 
 def measure(bench: Benchmark, program: Path, size: int) -> None:
@@ -124,6 +139,7 @@ def measure(bench: Benchmark, program: Path, size: int) -> None:
         f"{case}: private memory of a rank", max(seen.private_mib), TARGET_MIB, unit="MiB", formula="12"
     )
     bench.limit(f"{case}: sockets of a rank", max(seen.sockets), most, unit="", formula="sockets_of()")
+    print(f"{case}: {seen.processor_s:.1f} s of processor time")
     print(f"{case}: {min(seen.sockets)} to {max(seen.sockets)} sockets, {most} expected")
     print(f"{case}: {min(seen.files)} to {max(seen.files)} files; 2 messages a rank to meet")
 

@@ -62,9 +62,11 @@ void ChunkPath::push(const OpPtr& op, std::uint64_t index, Payload data, Element
   part.server = route(*op, index, op->chunks[index].server);
   if (forwards(op->spec.kind)) {
     data = data.owned_by(with_.ops.held(op));
-    const auto early = early_.find(op->seq);  // a root expects no result: an early one belongs to another operation
-    if (index == 0 && early != early_.end() && early->second.front().header.signature != op->signature) {
-      return with_.mismatch.on_unexpected_result(early->second.front().peer, early->second.front().header);
+    const auto early = index == 0 ? early_.find(op->seq) : early_.end();
+    if (early != early_.end()) {  // a root expects no result: an early one belongs to another operation
+      for (const EarlyFrame& each : early->second) {
+        if (each.header.signature != op->signature) return with_.mismatch.on_unexpected_result(each.peer, each.header);
+      }
     }
   }
   part.contribution = std::move(data);
@@ -143,13 +145,52 @@ FrameHeader ChunkPath::header_of(const Op& op, std::uint64_t index, FrameType ty
 void ChunkPath::check_sender(int peer, const FrameHeader& header) const {
   if (with_.members.is_helper(peer)) throw ProtocolError(peer, "a helper contributes nothing");
   const Kind kind = header.kind;
+  if (kind == Kind::all_gather) throw ProtocolError(peer, "a part of an all_gather, which its rank sends to all itself");
   const bool rooted = kind == Kind::broadcast || kind == Kind::reduce;
-  if (!rooted || (0 <= header.root && header.root < with_.members.size())) return;
-  throw ProtocolError(peer, "there is no rank " + std::to_string(header.root));
+  if (rooted && (header.root < 0 || header.root >= with_.members.size())) {
+    throw ProtocolError(peer, "there is no rank " + std::to_string(header.root));
+  }
+  if (kind == Kind::broadcast && header.root != peer) {
+    throw ProtocolError(peer, "a broadcast of rank " + std::to_string(header.root) + ", which sends it itself");
+  }
+}
+
+// Checks what this rank knows of an operation that it has begun. Of another it sees only whether contributions fit together,
+// and passes a broadcast on as it comes: the receiver then names both.
+void ChunkPath::check_push(int peer, const FrameHeader& header, std::size_t bytes) {
+  const OpPtr op = with_.ops.find(header.seq);
+  if (!op || op->signature != header.signature) return;
+  std::string wrong = refusal_of(*op, header);
+  if (wrong.empty()) {
+    const Chunk& chunk = op->chunks[header.chunk];
+    const std::string text = "chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
+    if (chunk.server != me_ && !with_.members.is_helper(chunk.server)) {
+      wrong = "a contribution to " + text + ", which " + with_.members.name_of(chunk.server) + " serves";
+    } else if (forwards(header.kind) && bytes != op->bytes_of(header.chunk)) {
+      wrong = std::to_string(bytes) + " bytes for " + text + ", which has " + std::to_string(op->bytes_of(header.chunk));
+    }
+  }
+  if (!wrong.empty()) throw ProtocolError(peer, wrong);
+}
+
+// Returns what contradicts the operation, in a frame that has its signature, or an empty string.
+std::string ChunkPath::refusal_of(const Op& op, const FrameHeader& header) const {
+  const Kind kind = op.spec.kind;
+  const std::string text = "chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
+  if (header.kind != kind) {
+    return text + " as of a " + std::string(name_of(header.kind)) + ", but it is a " + std::string(name_of(kind));
+  }
+  if (header.chunk >= op.chunks.size()) {
+    return text + ", which has " + std::to_string(op.chunks.size()) + "; give all ranks the same options";
+  }
+  const int root = kind == Kind::all_gather ? op.chunks[header.chunk].server : op.spec.root;
+  if (header.root != root) return text + " with root " + std::to_string(header.root) + ", not " + std::to_string(root);
+  return "";
 }
 
 void ChunkPath::on_push(int peer, const FrameHeader& header, Payload payload) {
   check_sender(peer, header);
+  check_push(peer, header, payload.size());
   const std::string wrong = server_.contribute({peer, with_.topology.host_of(peer)}, header, std::move(payload));
   if (!wrong.empty()) throw ProtocolError(peer, wrong);
 }
@@ -244,9 +285,7 @@ void ChunkPath::deliver(int peer, const FrameHeader& header, Payload payload) {
     return;
   }
   if (op->signature != header.signature) return with_.mismatch.on_unexpected_result(peer, header);
-  if (header.chunk >= op->parts.size()) {
-    throw GroupFailure("the ranks cut " + numbered(header.seq) + " differently; give all of them the same options");
-  }
+  if (const std::string wrong = refusal_of(*op, header); !wrong.empty()) refuse_result(peer, header, "a result of " + wrong);
   switch (op->parts[header.chunk].step) {
     case Op::Step::done: return;
     case Op::Step::idle: early_[header.seq].push_back({peer, header, std::move(payload)}); return;
@@ -280,17 +319,26 @@ std::shared_ptr<std::byte> ChunkPath::place_for_sum(const OpPtr& op, std::uint64
   return {with_.ops.held(op), part.destination};
 }
 
+// A server passes on what the root of a broadcast sends, perhaps before it knows the operation: either may be wrong.
+void ChunkPath::refuse_result(int peer, const FrameHeader& header, const std::string& what) const {
+  const int root = header.root;
+  const bool forwarded = forwards(header.kind) && 0 <= root && root < with_.members.size() && root != peer;
+  if (!forwarded) throw ProtocolError(peer, what);
+  throw GroupFailure(with_.members.name_of(peer) + " passed on from " + with_.members.name_of(root) + " " + what +
+                     ": the memory or the program of one of them is corrupt");
+}
+
 void ChunkPath::check_result(int peer, const FrameHeader& header, const Op& op, std::size_t bytes) {
   const Op::Part& part = op.parts[header.chunk];
   const std::string chunk = "chunk " + std::to_string(header.chunk) + " of " + numbered(header.seq);
   // The original server may have answered before it was lost.
   if (peer != part.server && peer != op.chunks[header.chunk].server) {
-    throw ProtocolError(peer, "a result of " + chunk + ", which " + with_.members.name_of(part.server) + " serves");
+    refuse_result(peer, header, "a result of " + chunk + ", which " + with_.members.name_of(part.server) + " serves");
   }
   const std::size_t expected = part.destination ? op.result_bytes_of(header.chunk) : 0;
   if (bytes == expected) return;
-  throw ProtocolError(peer, "a result of " + std::to_string(bytes) + " bytes where " + std::to_string(expected) +
-                                " were expected, " + chunk);
+  refuse_result(peer, header, "a result of " + std::to_string(bytes) + " bytes where " + std::to_string(expected) +
+                                  " were expected, " + chunk);
 }
 
 void ChunkPath::finish(const OpPtr& op, std::uint64_t index, Payload payload) {
@@ -375,6 +423,7 @@ void ChunkPath::reroute(int server, const OpPtr& op) {
 
 void ChunkPath::forget_below(std::uint64_t seq) {
   retained_.erase(retained_.begin(), retained_.lower_bound(seq));
+  early_.erase(early_.begin(), early_.lower_bound(seq));
   server_.forget_below(seq);
 }
 

@@ -97,6 +97,9 @@ class ChunkPath {
   int route(const Op& op, std::uint64_t index, int server) const REQUIRES(network_thread);
   FrameHeader header_of(const Op& op, std::uint64_t index, FrameType type) const;
   void check_sender(int peer, const FrameHeader& header) const;
+  void check_push(int peer, const FrameHeader& header, std::size_t bytes) REQUIRES(network_thread);
+  std::string refusal_of(const Op& op, const FrameHeader& header) const;
+  [[noreturn]] void refuse_result(int peer, const FrameHeader& header, const std::string& what) const;
   void answer(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
   void forward(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
   void send_result(int peer, FrameHeader header, const Payload& payload) REQUIRES(network_thread);

@@ -40,6 +40,7 @@ void Mailbox::broadcast(const Notice& notice) {
   header.seq = notice.seq;
   header.chunk = notice.chunk;
   header.signature = notice.signature;
+  header.root = notice.root;
   const Payload payload = notice.text.empty() ? Payload{} : payload_of(notice.text.substr(0, kMaxText));
   const bool to_helpers = notice.type == FrameType::heartbeat || notice.type == FrameType::goodbye;
   const int count = to_helpers ? members_.num_servers() : members_.size();

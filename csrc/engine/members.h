@@ -61,6 +61,7 @@ class Mailbox {
     FrameType type;
     std::uint64_t seq = 0, chunk = 0, signature = 0;
     std::string text = {};
+    int root = -1;
   };
 
   Mailbox(Sender& sender, const Members& members, const OpTable& ops)

@@ -60,30 +60,32 @@ void MismatchDetector::on_conflict(const SumServer::Conflict& conflict) {
                      numbered(conflict.seq) + " as " + first.sent + ", " + members_.name_of(second.peer) + " as " + second.sent);
 }
 
-void MismatchDetector::suspect(std::uint64_t seq, int rank, std::uint64_t signature) {
-  mailbox_.broadcast({FrameType::mismatch, seq, static_cast<std::uint64_t>(rank), signature, ""});
-  add(seq, {rank, signature, members_.rank});
+void MismatchDetector::suspect(std::uint64_t seq, int rank, std::uint64_t signature, int through) {
+  mailbox_.broadcast({FrameType::mismatch, seq, static_cast<std::uint64_t>(rank), signature, "", through});
+  add(seq, {rank, signature, members_.rank, through});
 }
 
 void MismatchDetector::on_mismatch(int reporter, const FrameHeader& header) {
   if (header.chunk >= static_cast<std::uint64_t>(members_.size())) {
     throw ProtocolError(reporter, "it suspects rank " + std::to_string(header.chunk) + " of " + std::to_string(members_.size()));
   }
-  add(header.seq, {static_cast<int>(header.chunk), header.signature, reporter});
+  const bool through = 0 <= header.root && header.root < members_.size();
+  add(header.seq, {static_cast<int>(header.chunk), header.signature, reporter, through ? header.root : -1});
 }
 
 void MismatchDetector::on_unexpected_result(int peer, const FrameHeader& header) {
   if (members_.is_helper(peer)) throw ProtocolError(peer, "a result that does not match the contribution");
-  const bool forwarded = forwards(header.kind) && 0 <= header.root && header.root < members_.size();
-  suspect(header.seq, forwarded ? header.root : peer, header.signature);
+  const bool forwarded = forwards(header.kind) && 0 <= header.root && header.root < members_.size() && header.root != peer;
+  suspect(header.seq, forwarded ? header.root : peer, header.signature, forwarded ? peer : -1);
 }
 
 void MismatchDetector::add(std::uint64_t seq, const Suspicion& suspicion) {
+  const auto mine = ops_.issued(seq);
+  if (mine && mine->signature == suspicion.signature) return;
   if (suspicions_.size() >= OpTable::kRecords && !suspicions_.count(seq)) return;
   std::vector<Suspicion>& known = suspicions_[seq];
   if (known.size() >= static_cast<std::size_t>(2 * members_.size())) return;  // enough for a diagnosis
   known.push_back(suspicion);
-  const auto mine = ops_.issued(seq);
   if (!mine) return;
   diverged_ = true;
   if (known.size() == 1) {
@@ -96,8 +98,7 @@ void MismatchDetector::add(std::uint64_t seq, const Suspicion& suspicion) {
   diagnose(seq);
 }
 
-// Fails the group with the rank whose frame contradicts its announcement, or with the rank that reported a difference
-// where there is none.
+// Fails the group with the rank whose frame contradicts its announcement, and with the rank that reports it.
 void MismatchDetector::diagnose(std::uint64_t seq) {
   const auto found = suspicions_.find(seq);
   if (found == suspicions_.end()) return;
@@ -109,14 +110,11 @@ void MismatchDetector::diagnose(std::uint64_t seq) {
   for (const Suspicion& each : found->second) {
     const auto of_rank = asked.find(each.rank);
     if (of_rank == asked.end() || of_rank->second.signature == each.signature) continue;
-    throw GroupFailure(members_.name_of(each.reporter) + " received a frame of " + members_.name_of(each.rank) + " about " +
+    const std::string through = each.through < 0 ? "" : " through " + members_.name_of(each.through);
+    throw GroupFailure(members_.name_of(each.reporter) + " received a frame of " + members_.name_of(each.rank) + through + " about " +
                        numbered(seq) + " with the signature of another operation than " + of_rank->second.text +
                        ", which that rank issued: the memory or the program of one of them is corrupt");
   }
-  if (asked.size() < static_cast<std::size_t>(members_.size())) return;  // different announcements would have failed it
-  const Suspicion& first = found->second.front();
-  throw GroupFailure(members_.name_of(first.reporter) + " reports that " + members_.name_of(first.rank) +
-                     " issued another operation as " + numbered(seq) + ", but all ranks issued " + describe(mine->spec));
 }
 
 void MismatchDetector::forget_below(std::uint64_t seq) {

@@ -1,6 +1,7 @@
 // Finds out which ranks issued different collectives under the same number.
 //
-// A frame that conflicts with another one, or with this rank's operation, raises a suspicion, which all ranks share.
+// A frame that conflicts with another one, or with this rank's operation, raises a suspicion, which all ranks share. One of
+// a frame that agrees with a rank's own operation says nothing to it: of two that conflict, the other one does.
 // Every rank then announces the operation that it issued. Different announcements fail the group with both; a frame
 // that contradicts its sender's own announcement fails it with that rank. Until then nothing completes, since a
 // result may be of tensors that do not belong together. On the network thread; all throw GroupFailure with the diagnosis.
@@ -29,8 +30,9 @@ class MismatchDetector {
 
   // A server has received two frames of a chunk that conflict.
   void on_conflict(const SumServer::Conflict& conflict) REQUIRES(network_thread);
-  // A frame of `rank` about operation `seq` has another signature than expected: tells all ranks.
-  void suspect(std::uint64_t seq, int rank, std::uint64_t signature) REQUIRES(network_thread);
+  // A frame of `rank`, which `through` has passed on (-1: nobody), about operation `seq` has another signature than
+  // expected: tells all ranks.
+  void suspect(std::uint64_t seq, int rank, std::uint64_t signature, int through = -1) REQUIRES(network_thread);
   void on_mismatch(int reporter, const FrameHeader& header) REQUIRES(network_thread);
   // A result with this header is not of this rank's operation of that number. A helper reduces only what matches, so
   // it is broken; a rank may have issued another operation. A forwarded result is attributed to its root.
@@ -48,10 +50,10 @@ class MismatchDetector {
     std::uint64_t signature;
     std::string text;
   };
-  struct Suspicion {  // a frame of `rank` with this signature, and the rank or helper that reports it
+  struct Suspicion {  // a frame of `rank` with this signature, the rank or helper that reports it, and who has passed it on
     int rank;
     std::uint64_t signature;
-    int reporter;
+    int reporter, through;
   };
 
   void compare(std::uint64_t seq) REQUIRES(network_thread);

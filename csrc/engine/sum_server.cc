@@ -14,7 +14,7 @@ namespace {
 
 bool same_words(const FrameHeader& a, const FrameHeader& b) {
   return a.kind == b.kind && a.element == b.element && a.input == b.input && a.combine == b.combine && a.divisor == b.divisor &&
-         a.table == b.table && a.step == b.step && a.rule == b.rule && (!is_served(a.kind) || a.root == b.root);
+         a.table == b.table && a.step == b.step && a.rule == b.rule && a.root == b.root;
 }
 
 bool fits(const FrameHeader& first, std::size_t first_count, const FrameHeader& header, std::size_t count) {
@@ -28,8 +28,8 @@ Element sum_of(const FrameHeader& header) {
 
 std::string describe(const FrameHeader& header, std::size_t count) {
   return std::to_string(count) + " elements of " + std::string(name_of(header.input)) +
-         " (" + std::string(name_of(header.kind)) + ", " +
-         std::string(name_of(header.combine)) + ")";
+         " (" + std::string(name_of(header.kind)) + ", " + std::string(name_of(header.combine)) +
+         (header.kind == Kind::reduce ? ", root " + std::to_string(header.root) : "") + ")";
 }
 
 }  // namespace

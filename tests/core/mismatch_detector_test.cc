@@ -64,6 +64,34 @@ TEST(mismatch_detector_a_suspicion_stops_completion_and_asks_all_ranks) {
   CHECK(why.find("corrupt") != std::string::npos);
 }
 
+// Of two frames that conflict, both are reported: the one of this rank's operation says nothing.
+TEST(mismatch_detector_a_frame_of_this_operation_is_not_suspect) {
+  Watched group;
+  const auto op = group.issue();
+  group.detector.on_announcement(Parts::kFirst, Watched::about(0, op->signature), "");
+  group.detector.on_announcement(Parts::kSecond, Watched::about(0, op->signature), "");
+  group.detector.on_mismatch(Parts::kHelper, Watched::about(0, op->signature, Parts::kFirst));
+  CHECK(!group.detector.diverged());
+  const std::string why =
+      CHECK_THROWS(GroupFailure, group.detector.on_mismatch(Parts::kHelper, Watched::about(0, 1, Parts::kSecond)));
+  CHECK(why.find("helper h0 (10.0.1.0:2) received a frame of rank 2 (10.0.0.2, pid 102) about operation #0") == 0);
+}
+
+TEST(mismatch_detector_names_who_has_passed_a_frame_on) {
+  Watched group;
+  const auto op = group.issue();
+  FrameHeader result = Watched::about(0, 1);
+  result.kind = shoal::Kind::broadcast;
+  result.root = Parts::kSecond;
+  group.detector.on_unexpected_result(Parts::kFirst, result);
+  const auto told = group.frames.take(FrameType::mismatch);
+  CHECK_EQ(told.size(), 2u);
+  CHECK_EQ(told[0].header.root, Parts::kFirst);
+  const std::string why =
+      CHECK_THROWS(GroupFailure, group.detector.on_announcement(Parts::kSecond, Watched::about(0, op->signature), "the sum"));
+  CHECK(why.find("a frame of rank 2 (10.0.0.2, pid 102) through rank 1 (10.0.0.1, pid 101) about") != std::string::npos);
+}
+
 TEST(mismatch_detector_a_report_of_an_operation_to_come_waits_for_it) {
   Watched group;
   group.detector.on_mismatch(Parts::kSecond, Watched::about(0, 1, Parts::kFirst));

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 import uuid
@@ -43,6 +44,35 @@ told = joined.broadcast_bytes(b"from rank 0")
 pathlib.Path("told-" + os.environ["RANK"]).write_text(f"{joined.size} {told.decode()}")
 joined.barrier()
 joined.close()
+"""
+
+
+JUMPING_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t clock, struct timespec* now) {
+  static int (*true_one)(clockid_t, struct timespec*);
+  static unsigned calls;
+  if (!true_one) *(void**)&true_one = dlsym(RTLD_NEXT, "clock_gettime");
+  const int found = true_one(clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec += ((int)(__sync_fetch_and_add(&calls, 1) % 3) - 1) * 86400;
+  return found;
+}
+"""
+
+
+MANY_SUMS = """
+import os, pathlib, time, torch, torch.distributed as dist
+first = time.time()
+assert max(abs(time.time() - first) for _ in range(3)) > 80_000
+dist.init_process_group("shoal")
+total = torch.ones(1000)
+for _ in range(10):
+    dist.all_reduce(total)
+dist.barrier()
+pathlib.Path("sum-" + os.environ["RANK"]).write_text(str(total.sum().item()))
+dist.destroy_process_group()
 """
 
 
@@ -127,6 +157,19 @@ def test_two_nodes_meet_a_helper_and_get_torchruns_variables(tmp_path: Path) -> 
         stat.S_IMODE((tmp_path / "jobs" / str(job) / "starts" / f"{job}.0" / "secret").stat().st_mode)
         == 0o600
     )
+
+
+def test_a_clock_that_jumps_by_days_changes_nothing(tmp_path: Path) -> None:
+    """Nothing waits by the time of day."""
+    source, library = tmp_path / "jumps.c", tmp_path / "jumps.so"
+    source.write_text(JUMPING_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    job = free_job()
+    command = ("--", "/usr/bin/env", f"LD_PRELOAD={library}", sys.executable, "-c", MANY_SUMS)
+    nodes = [Started(tmp_path, slurm(job, node), *command) for node in (1, 0)]
+    found = end(*nodes)
+    assert [code for code, _ in found] == [0, 0], found
+    assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["1024000.0"] * 2
 
 
 def test_a_script_meets_on_one_host_too(tmp_path: Path) -> None:
