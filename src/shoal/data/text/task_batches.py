@@ -87,7 +87,8 @@ def dealt_to(shard: DataShard) -> Int64Array:
     sizes = np.array([len(replace(shard, rank=rank).part) for rank in range(shard.num_workers)])
     rounds = np.arange(sizes[shard.rank])[:, None]
     before = np.minimum(sizes, rounds).sum(axis=1) + (sizes[: shard.rank] > rounds).sum(axis=1)
-    return before.astype(np.int64)
+    places: Int64Array = before.astype(np.int64)
+    return places
 
 
 def evaluation_batches(
