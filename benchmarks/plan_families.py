@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -17,6 +18,8 @@ from benchmarks.plan_rows import (
     generation_of,
     machines_of,
     possible,
+    speeds,
+    splits,
     with_batch,
 )
 from shoal.errors import UsageError
@@ -191,29 +194,35 @@ def _predictions(full: Row, given: Given, catalog: Catalog) -> list[tuple[float,
         UsageError: it rules out everything.
     """
     found, ruled_out = [], UsageError("nothing is possible")
-    for weight, each in possible(full):
-        try:
-            found.append((weight, _as_given(each, given, catalog)))
-        except UsageError as error:  # no rate of computation gives the figure
-            ruled_out = error
+    rates, divided = speeds(full, given.row), splits(full, given.row)
+    for row, rate in itertools.product(divided, rates):
+        for weight, each in possible(row):
+            try:
+                found.append((weight / len(rates) / len(divided), _as_given(each, given, catalog, rate)))
+            except UsageError as error:  # no rate of computation gives the figure
+                ruled_out = error
     if not found:
         raise ruled_out
     total = sum(weight for weight, _ in found)
     return [(weight / total, each) for weight, each in found]
 
 
-def _as_given(row: Row, given: Given, catalog: Catalog) -> Predicted:
-    """Predict a row of which all is stated; the same holds for the smallest scale, where it has a network."""
+def _as_given(row: Row, given: Given, catalog: Catalog, rate: float) -> Predicted:
+    """Predict a row of which all is stated; the same holds for the smallest scale, where it has a network.
+
+    Args:
+        rate: of computation, over that of the smallest scale.
+    """
     machines = machines_of(row, catalog)
     assert machines
     if given.row.nodes == 1:
-        return predict_row(row, machines, given.achieved)
+        return predict_row(row, machines, rate * given.achieved)
     per_gpu = None if row.nic_gbps is None else row.nic_gbps * row.nodes / row.gpus
     nic_gbps = given.row.nic_gbps or (per_gpu and per_gpu * given.row.gpus / given.row.nodes)
     same = replace(given.row, overlap=row.overlap, nic_gbps=nic_gbps)
     same_machines = machines_of(same, catalog)
     assert same_machines
-    return predict_row(row, machines, achieved_of(in_samples(same, same_machines), same_machines))
+    return predict_row(row, machines, rate * achieved_of(in_samples(same, same_machines), same_machines))
 
 
 def _median(predicted: Sequence[tuple[float, Predicted]]) -> Predicted:

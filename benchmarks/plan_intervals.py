@@ -123,7 +123,7 @@ def judged(scored: Sequence[Prediction], residuals: Sequence[Residual], left_out
                     prediction=p,
                     log_center=math.log(intervals.center(p.doubts)),
                     log_factor=math.log(interval.factor) if isinstance(interval, Interval) else None,
-                    linear_log_factor=_linear_log_factor(others, p.kind),
+                    linear_log_factor=_linear_log_factor(others, p.kind, intervals.correlation),
                     amdahl_error=p.amdahl_error(serial[p.kind]),
                 )
             )
@@ -136,11 +136,11 @@ def best_serial_fraction(predictions: Sequence[Prediction]) -> float:
     return min(grid, key=lambda s: statistics.median([p.amdahl_error(s) for p in predictions] or [0.0]))
 
 
-def _linear_log_factor(others: Sequence[Prediction], kind: str) -> float:
+def _linear_log_factor(others: Sequence[Prediction], kind: str, correlation: float) -> float:
     """Return the half-width of linear scaling: the quantile of its own errors on other rows of the kind."""
     of_kind = [p for p in others if p.kind == kind]
     errors = np.abs([p.linear_log_ratio for p in of_kind])
-    return weighted_quantile(errors, weights_of([p.publisher for p in of_kind]), LEVEL)
+    return weighted_quantile(errors, weights_of([p.publisher for p in of_kind], correlation), LEVEL)
 
 
 def interval_score(log_ratio: float, log_factor: float) -> float:

@@ -230,7 +230,7 @@ kinds of host without a measurement of their own are far too fast. p3.16xlarge h
 half the batch per device; the reason why it took 1.7 times as long is unknown. The peak of
 g4dn.12xlarge is the rate of cuBLAS on a T4 (41.6 TFLOP/s, recalled), not the data sheet's 65; an
 equal share of the peak ignores work bound by memory, at 320 GB/s against 900. Give
-`--throughput` or `--measured`. Prices are the catalog's, recalled and not confirmed: look them up.
+`--throughput` or `--measured`. Prices are the catalog's, of lists of 2023 to 2026: look them up.
 The post names no costs, only that g4dn.12xlarge is the most cost-efficient."""
 _T5_NOTE = """\
 No host's figure is published, so this starts from no measurement: {assumed:.0f} % of the peak is

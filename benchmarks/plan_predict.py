@@ -32,18 +32,26 @@ def layout_of(row: Row, model: Workload, workers: Machines) -> Layout:
     return Layout(
         global_batch=row.global_batch,
         micro_batch=micro,
-        tensor=row.tensor * row.context,
+        tensor=row.tensor,
+        context=row.context,
         stages=row.pipeline,
         virtual=row.virtual,
         wire_bytes=wire_bytes,
         bucket_bytes=bucket_bytes_of(model, workers, per_replica=row.per_replica),
         sharded_optimizer=row.shard,
         scatters=row.shard,
-        algorithm="two-hop" if row.two_hops else "ring",
+        algorithm=_algorithm(row),
+        updates_by_host=row.updates_by_host,
         overlap=row.overlap is not False,
         cuda_graphs=row.cuda_graphs,
         connections=row.connections or CONNECTIONS_PER_PEER,
     )
+
+
+def _algorithm(row: Row) -> str:
+    if row.two_hops:
+        return "two-hop"
+    return "hierarchical-ring" if row.updates_by_host else "ring"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,7 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> Predicted
     model = counted(row)
     layout = layout_of(row, model, workers)
     step = _step(model, workers, layout, achieved_flops)
-    split = max(layout.tensor, workers.num_accelerators / row.global_batch / layout.stages)
+    split = max(layout.tensor * layout.context, workers.num_accelerators / row.global_batch / layout.stages)
     if row.kind == THROUGHPUT:
         one = _steps(1, step)
         return Predicted(
@@ -87,6 +95,7 @@ def predict_row(row: Row, workers: Machines, achieved_flops: float) -> Predicted
         workers,
         step_s=step.total_s,
         per_replica=layout.per_replica,
+        micro_batch=layout.micro_batch,
         start_s=START_S if row.clock == "from the start" else 0.0,
     )
     return Predicted(
@@ -112,7 +121,7 @@ def _steps(count: int, step: StepTime, start_s: float = 0.0) -> RunTime:
 def _step(model: Workload, workers: Machines, layout: Layout, achieved_flops: float) -> StepTime:
     """Return the step with what NCCL takes on so many hosts: the faster of ring and tree."""
     algorithms = [layout.algorithm]
-    if layout.algorithm == "ring" and workers.count > 1 and not layout.scatters:
+    if not layout.algorithm.startswith("two-hop") and workers.count > 1 and not layout.scatters:
         algorithms.append("tree")
     steps = [
         step_time(model, workers, replace(layout, algorithm=algorithm), achieved_flops=achieved_flops)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import plan_intervals, plan_posts
+from benchmarks import plan_equal, plan_intervals, plan_posts
 from benchmarks.harness import Benchmark
 from benchmarks.plan_families import Prediction, predictions_of
 from benchmarks.plan_intervals import Judged
@@ -68,12 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in KINDS:
             if of_kind := [each for each in judged if each.prediction.kind == kind]:
                 _add_rows(bench, f"{kind}, {fold} left out", of_kind)
+    _add_equal(bench, plan_equal.equals_of(folds["publisher"], rows))
     plan_intervals.score(bench, folds)
     print(
         f"\n{len(scored)} rows of {len({p.publisher for p in scored})} publishers and "
         f"{len({p.generation for p in scored})} generations in {len({p.family for p in scored})} families; "
         f"{len(residuals)} residuals. Parameters: a rate a family; in each fold the cost of several hosts, "
-        f"{plan_intervals.NUM_WIDTHS} widths and a quantile"
+        f"{plan_intervals.NUM_WIDTHS} widths, a correlation and a quantile"
     )
     _print_families(scored)
     if training:
@@ -105,6 +106,18 @@ def _add_rows(bench: Benchmark, kind: str, judged: Sequence[Judged]) -> None:
         for text, figure in (("median error", statistics.median), ("90th percentile", percentile90)):
             bench.add(f"{name}: {text}", ours=[figure(errors)], peer=[figure(peer_errors)], peer_name=peer,
                       unit="", target=1.0)  # fmt: skip
+
+
+def _add_equal(bench: Benchmark, equals: Sequence[plan_equal.Equal]) -> None:
+    """Add how well other publications predict a row that they have measured on equal hardware."""
+    for kind in KINDS:
+        if not (of_kind := [each for each in equals if each.judged.prediction.kind == kind]):
+            continue
+        name = f"{kind}, published by others, too ({len(of_kind)} rows)"
+        ours, others = [each.judged.error for each in of_kind], [each.by_others for each in of_kind]
+        for text, figure in (("median error", statistics.median), ("90th percentile", percentile90)):
+            bench.add(f"{name}: {text}", ours=[figure(ours)], peer=[figure(others)],
+                      peer_name="another's equal run", unit="")  # fmt: skip
 
 
 def _print_families(scored: Sequence[Prediction]) -> None:

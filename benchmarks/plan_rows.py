@@ -81,6 +81,8 @@ class Row:
     micro_batch: int | None = None
     shard: bool = False
     """The optimizer's state is divided over the replicas, and gradients are scattered to them."""
+    updates_by_host: bool = False
+    """Each accelerator of a host updates its part of the parameters."""
     layout_source: str = ""
     sequence_length: int | None = None
     """Not known: the recipe's own."""
@@ -193,6 +195,29 @@ OVERLAPS = ((True, 0.8), (False, 0.2))
 does that, and what clips or scales gradients by a norm before they are averaged does not."""
 GBITS_A_GPU = (12.5, 25.0, 50.0, 100.0, 200.0, 400.0)
 """The prior of a network that is not stated: each as likely."""
+
+
+SPEEDS_OF_16_BITS = (1.0, 0.71, 0.5)
+"""The prior of the rate in 16 bits over that in fp8 of the same model: products alone take half, and what
+part of a model is products in fp8 nobody states. Each is as likely."""
+
+
+def speeds(row: Row, given: Row) -> tuple[float, ...]:
+    """Return the rates of computation, over the given row's, that a row in another precision may have."""
+    narrower = given.precision == "fp8" and row.precision in ("fp16", "bf16")
+    return SPEEDS_OF_16_BITS if narrower else (1.0,)
+
+
+def splits(row: Row, given: Row) -> list[Row]:
+    """Return the row with each division of its samples that it may have had, each as likely.
+
+    Where the devices of a sample follow from a rule, they share layers or tokens, and layers at least as many
+    as at the smallest scale, which hold one copy of the model.
+    """
+    if not row.layout_source.startswith("rule") or row.context > 1:
+        return [row]
+    widths = [width for width in range(given.tensor, row.tensor + 1) if row.tensor % width == 0]
+    return [replace(row, tensor=width, context=row.tensor // width) for width in widths]
 
 
 def possible(row: Row) -> list[tuple[float, Row]]:

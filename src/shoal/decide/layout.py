@@ -26,7 +26,7 @@ RESERVED = 0.1
 class Layout:
     """Distribution of a global batch over the accelerators.
 
-    ``tensor × stages`` accelerators hold one replica of the model; the rest is data parallel.
+    ``tensor × context × stages`` accelerators hold one replica of the model; the rest is data parallel.
     """
 
     global_batch: int
@@ -34,6 +34,8 @@ class Layout:
     """Samples per replica and pass; None: its whole share (no accumulation) where ``stages`` is 1."""
     tensor: int = 1
     """Accelerators over which each layer is split."""
+    context: int = 1
+    """Accelerators that share the tokens of a sequence; each has whole layers."""
     stages: int = 1
     """Pipeline stages."""
     virtual: int = 1
@@ -56,6 +58,9 @@ class Layout:
     """Parameters, gradients and the optimizer's state are divided over the replicas (FSDP2)."""
     sharded_optimizer: bool = False
     """Each replica updates its part of the parameters only, and sends it to the others (ZeRO-1)."""
+    updates_by_host: bool = False
+    """Each accelerator of a host updates its part of the parameters, before the last phase of a hierarchical
+    all-reduce gathers them on the host, as NVIDIA's distributed LAMB does."""
     scatters: bool = False
     """With a sharded optimizer: only owners get averaged gradients, and the new weights are gathered in the
     next forward pass, as Megatron's optimizer does."""
@@ -63,7 +68,7 @@ class Layout:
     @property
     def per_replica(self) -> int:
         """Accelerators that hold one copy of the model."""
-        return self.tensor * self.stages
+        return self.tensor * self.context * self.stages
 
 
 def footprint_of(
@@ -102,7 +107,7 @@ def footprint_of(
         weights_bytes=round(4 * held * (whole + beside)),
         gradients_bytes=round(4 * trained * (whole + beside)),
         optimizer_bytes=round(owned * workload.state_bytes * trained),
-        activations_bytes=kept.of(num_samples, 1 / (layout.stages * layout.tensor)),
+        activations_bytes=kept.of(num_samples, 1 / layout.per_replica),
     )
 
 

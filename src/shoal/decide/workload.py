@@ -48,6 +48,10 @@ class Workload:
     and the attention kernels."""
     relay_bytes: float = 0.0
     """Across a cut between two layers, per sample, with 16-bit activations; 0: unknown, and taken as free."""
+    summed_bytes: float = 0.0
+    """Of 16-bit activations and their gradients that the devices of a split layer sum, per sample and in all
+    layers: twice forward and twice backward in a block of a transformer (Shoeybi et al. 2019, arXiv
+    1909.08053, section 3); 0: unknown, and taken as free."""
     unit: str = "sequences"
     """Name of a sample, such as sequences."""
     tokens_per_sample: int = 1

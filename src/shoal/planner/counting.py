@@ -221,6 +221,7 @@ def _count_text(name: str, model: Any, length: int, trainable: float = 1.0) -> W
         out = model(**inputs, **takes_cache)
         return torch.stack([leaf.sum() for leaf in tree_leaves(out.to_tuple()) if leaf.requires_grad]).sum()
 
+    relayed = 2.0 * length * model.config.hidden_size
     return _count(
         name,
         model,
@@ -229,5 +230,6 @@ def _count_text(name: str, model: Any, length: int, trainable: float = 1.0) -> W
         num_samples=1,
         tokens_per_sample=length,
         trainable=trainable,
-        relay_bytes=2.0 * length * model.config.hidden_size,
+        relay_bytes=relayed,
+        summed_bytes=4 * model.config.num_hidden_layers * relayed,
     )

@@ -7,9 +7,14 @@ computed by the planner, the doublings of the hosts, and so on. One figure ``a``
 residuals of published runs (``catalog/residuals.csv``, made by ``python -m benchmarks.plan_published``), by
 maximum likelihood under Student's t with four degrees of freedom, which outliers do not move.
 
+Runs of one publisher err alike: error / σ is an offset of the publisher, whose share of the variance is ρ,
+plus an error of the run. So n residuals of one count as n / (1 + (n - 1) ρ) independent ones. ρ is estimated
+by the analysis of variance (Fisher's intraclass correlation).
+
 q makes it an interval of 80 % whatever the distribution is (split-conformal prediction): each publisher in
-turn is left out of the fit, its residuals are divided by the σ that the others give them, and q is the 80 %
-quantile of these ratios. A publisher with n residuals has the weight √n.
+turn is left out of the fit, its residuals are divided by the σ that the others give them, and q is a quantile
+of these ratios with these weights: that of 80 % (1 + 1 / m), where the residuals count as m independent ones.
+So it holds for a publisher that is not among them, whose offset nobody knows.
 
 c is what several hosts cost beyond the prediction from the rate of one, their median; the planner contains
 its value for all residuals, so that it is next to 0 for the file of the catalog.
@@ -153,23 +158,29 @@ class Intervals:
         self.num_residuals = len(residuals)
         self._x = np.array([each.doubts for each in residuals]) ** 2
         self._error = np.array([each.log_ratio for each in residuals])
-        publisher = np.array([each.publisher for each in residuals])
-        counts = Counter(publisher.tolist())
-        self.num_publishers = len(counts)
-        weight = weights_of(publisher.tolist())
-        ratios = np.empty(len(residuals))
-        for name in counts:
+        names = [each.publisher for each in residuals]
+        publisher, every = np.array(names), np.ones(len(residuals), dtype=bool)
+        self.num_publishers = len(set(names))
+        ratios = self._ratios(every, *self._fit(every, np.ones(len(residuals))))
+        self.correlation = intraclass_correlation(_limited(ratios), names)
+        """Share of a publisher's offset in the variance."""
+        weight = weights_of(names, self.correlation)
+        for name in set(names):
             mine = publisher == name
-            cost, fitted = self._fit(~mine, weight)
-            ratios[mine] = np.abs(self._beyond(cost)[mine]) / np.sqrt(self._x[mine] @ fitted + _LEAST)
-        self.cost_of_several, self._fitted = self._fit(np.ones(len(residuals), dtype=bool), weight)
-        self.quantile = weighted_quantile(ratios, weight, LEVEL)
+            ratios[mine] = self._ratios(mine, *self._fit(~mine, weight))
+        self.cost_of_several, self._fitted = self._fit(every, weight)
+        self.quantile = weighted_quantile(np.abs(ratios), weight, LEVEL * (1 + 1 / weight.sum()))
 
     def _fit(self, rows: NDArray[np.bool_], weight: _Array) -> tuple[float, _Array]:
         """Return c and a² of each cause, fitted on some of the residuals."""
         several = rows & (self._x[:, _SEVERAL] > 0)
         cost = weighted_quantile(self._error[several], weight[several], 0.5) if several.any() else 0.0
         return cost, _fit(self._x[rows], self._beyond(cost)[rows], weight[rows])
+
+    def _ratios(self, rows: NDArray[np.bool_], cost: float, fitted: _Array) -> _Array:
+        """Return the errors of some of the residuals over their σ."""
+        ratios: _Array = self._beyond(cost)[rows] / np.sqrt(self._x[rows] @ fitted + _LEAST)
+        return ratios
 
     def _beyond(self, cost: float) -> _Array:
         """Return the errors that are left with a cost of several hosts."""
@@ -210,10 +221,31 @@ def shipped_intervals() -> Intervals:
         )
 
 
-def weights_of(publishers: Sequence[str]) -> _Array:
-    """Return the weight of each residual: those of a publisher with n have √n together."""
+def weights_of(publishers: Sequence[str], correlation: float) -> _Array:
+    """Return the weight of each residual, of which those of a publisher are correlated."""
     counts = Counter(publishers)
-    return np.array([1 / math.sqrt(counts[name]) for name in publishers])
+    return np.array([1 / (1 + (counts[name] - 1) * correlation) for name in publishers])
+
+
+def intraclass_correlation(values: _Array, groups: Sequence[str]) -> float:
+    """Return the share of the groups' offsets in the variance of the values (Fisher 1925), from 0 to 1."""
+    counts = Counter(groups)
+    num, num_groups = len(values), len(counts)
+    if num_groups in (1, num):
+        return 0.0  # every weight is the same
+    means = {name: values[np.array(groups) == name].mean() for name in counts}
+    own = np.array([means[name] for name in groups])
+    between = float(((own - values.mean()) ** 2).sum()) / (num_groups - 1)
+    within = float(((values - own) ** 2).sum()) / (num - num_groups)
+    usual = (num - sum(n * n for n in counts.values()) / num) / (num_groups - 1)
+    total = between + (usual - 1) * within
+    return min(max((between - within) / total, 0.0), 1.0) if total > 0 else 0.0
+
+
+def _limited(ratios: _Array) -> _Array:
+    """Return ratios with the weight that Student's t gives them, so that outliers count less."""
+    limited: _Array = ratios * np.sqrt((_DEGREES + 1) / (_DEGREES + ratios**2))
+    return limited
 
 
 def _fit(x: _Array, error: _Array, weight: _Array) -> _Array:

@@ -170,6 +170,7 @@ def predict(
                 workers,
                 step_s=step.total_s,
                 per_replica=layout.per_replica,
+                micro_batch=layout.micro_batch,
                 start_s=0.0 if runs else training.start_s,
                 num_evaluators=training.validation_hosts * workers.instance.num_accelerators,
                 checkpoint_every_steps=training.checkpoint_every_steps,
@@ -315,6 +316,7 @@ def run_time(
     *,
     step_s: float,
     per_replica: int = 1,
+    micro_batch: float | None = None,
     start_s: float = 0.0,
     num_evaluators: int = 0,
     checkpoint_every_steps: int | None = None,
@@ -322,6 +324,7 @@ def run_time(
     """Predict a run to the target of the part's convergence, which gives epochs for the global batch.
 
     Args:
+        micro_batch: samples of a forward pass; None: all that a replica evaluates.
         num_evaluators: accelerators that evaluate and do not train; 0: all that train.
     """
     workload, convergence = part.workload, part.convergence
@@ -334,7 +337,8 @@ def run_time(
         evaluators = num_evaluators or workers.num_accelerators
         most = math.ceil(convergence.evaluation_samples * per_replica / evaluators)
         each_s = workload.forward_flops / (part.achieved_flops * per_replica)
-        forward_s = KERNEL_S * workload.num_kernels / 3 + most * each_s
+        passes = math.ceil(most / max(micro_batch or most, 1.0))
+        forward_s = passes * KERNEL_S * workload.num_kernels / 3 + most * each_s
         evaluations_s = num_evaluations * (convergence.evaluation_pause_s + forward_s)
     checkpoints_s = 0.0
     if checkpoint_every_steps:

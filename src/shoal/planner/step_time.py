@@ -1,6 +1,7 @@
 """Predicts one optimizer step: compute, the release of buckets, and exposed communication.
 
     micro-batch    K τ + b f / r        K kernels at least τ each, b samples of f FLOPs at r achieved FLOP/s
+    split layers   sum their activations in rings over the local links, and wait for them
     last backward  releases the buckets; earlier micro-batches of an accumulated batch send nothing
     stages         the timeline of interleaved 1F1B over the model's own layers (``pipeline_bubble``); equal
                    stages without relays wait (p - 1) / (v m) of the computation (Narayanan et al. 2021,
@@ -28,7 +29,7 @@ from shoal.planner.simulate import Exchange, exchange, slowest
 KERNEL_S = 10e-6
 """τ at the clock of an A100: launch, ramp and tail of a kernel over a tiny tensor. Latencies are counted in
 cycles, so τ scales with the inverse of the clock. One figure for all models and devices; see
-docs/plan-accuracy.md."""
+docs/plan-errors.md."""
 GRAPH_KERNEL_S = 3.7e-6
 """τ without the launch: 3.4 µs of a short kernel in a CUDA graph on a V100, scaled to the clock of an A100
 (Gray 2019, "Getting Started with CUDA Graphs", developer.nvidia.com)."""
@@ -41,7 +42,7 @@ JITTER = 0.01
 """Relative standard deviation of a worker's time. Sinha et al. (SC 2022, "Not All GPUs Are Created Equal")
 found up to 8 % between GPUs of one cluster; 1 % is ±3 σ over 6 %."""
 
-SEVERAL_HOSTS = 0.072
+SEVERAL_HOSTS = 0.05
 """Cost of several hosts beyond all that is computed, over the time of the computation: the weighted median of
 published runs (``Intervals.cost_of_several`` with 0 here). ``benchmarks.plan_published`` fits it for each
 publisher without its rows."""
@@ -103,7 +104,7 @@ def step_time(
     flops_s = share / count * workload.training_flops / (layout.per_replica * achieved_flops)
     kernel_s = GRAPH_KERNEL_S if layout.cuda_graphs else KERNEL_S
     kernels_s = kernel_s * KERNEL_CLOCK_HZ / accelerator.clock_hz * workload.num_kernels / layout.stages
-    compute_s = flops_s + kernels_s
+    compute_s = flops_s + kernels_s + summing_s(workload, workers, layout, micro_batch=share / count)
     bubble_s = 0.0
     if layout.stages > 1:
         bubble_s = pipeline_bubble.bubble_s(
@@ -111,7 +112,7 @@ def step_time(
             workers,
             stages=layout.stages,
             virtual=layout.virtual,
-            tensor=layout.tensor,
+            tensor=layout.tensor * layout.context,
             micro_batches=count,
             micro_batch=share / count,
             compute_s=compute_s,
@@ -131,6 +132,8 @@ def step_time(
         sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     gathered_s = 0.0
+    if layout.updates_by_host:
+        updated /= min(workers.instance.num_accelerators, replicas)
     if layout.scatters:
         updated /= replicas
         gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
@@ -153,6 +156,14 @@ def step_time(
         micro_batches=count,
         exchange=sent,
     )
+
+
+def summing_s(workload: Workload, workers: Machines, layout: Layout, *, micro_batch: float) -> float:
+    """Return the time in which the devices of split layers sum the activations of a micro-batch."""
+    instance = workers.domains.instance
+    link = instance.near if layout.tensor <= instance.num_accelerators else instance.far
+    num_bytes = workload.summed_bytes * micro_batch / layout.context / layout.stages
+    return 2 * (layout.tensor - 1) / layout.tensor * num_bytes / link.bytes_per_s
 
 
 def reading_s(workload: Workload, workers: Machines, layout: Layout) -> float:
@@ -248,8 +259,8 @@ def num_replicas(workers: Machines, layout: Layout) -> int:
     num_workers = workers.num_accelerators
     if num_workers % layout.per_replica:
         raise UsageError(
-            f"{num_workers} accelerators do not divide into copies of the model over {layout.tensor} × "
-            f"{layout.stages} of them (tensor × stages); choose a divisor"
+            f"{num_workers} accelerators do not divide into copies of the model over {layout.per_replica} of "
+            "them (tensor × context × stages); choose a divisor"
         )
     return num_workers // layout.per_replica
 

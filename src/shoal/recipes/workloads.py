@@ -401,13 +401,16 @@ def count_catalog() -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
+_RARE = ("summed_bytes", "equal_shares", "explicit_stages", "refuses_fp16", "work_spread", "input_s")
+
+
 def _as_json(workload: Workload) -> str:
     """Return a workload as an entry of the catalog, without the properties that most lack."""
     layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
     kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
     tree |= {"layers": layers, "activations": kept}
-    for name in ("equal_shares", "explicit_stages", "refuses_fp16", "work_spread", "input_s"):
+    for name in _RARE:
         if not tree[name]:
             del tree[name]
     return json.dumps(tree, separators=(",", ":"))

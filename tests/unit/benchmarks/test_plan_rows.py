@@ -14,6 +14,8 @@ from benchmarks.plan_rows import (
     machines_of,
     possible,
     read_rows,
+    speeds,
+    splits,
     with_batch,
 )
 
@@ -57,6 +59,29 @@ def test_scales_of_one_submission_are_a_family_and_other_links_are_not() -> None
         assert row(**other).family != row().family
 
 
+def test_the_division_of_a_sample_by_a_rule_is_tried_and_a_stated_one_is_not() -> None:
+    given = row(tensor=2)
+    found = splits(row(tensor=8, layout_source="rule: as many as needed"), given)
+    assert [(each.tensor, each.context) for each in found] == [(2, 4), (4, 2), (8, 1)]
+    stated = row(tensor=1, context=8, layout_source="configurations of the publisher")
+    assert splits(stated, given) == [stated]
+
+
+def test_a_row_in_16_bits_has_no_more_than_the_rate_in_fp8() -> None:
+    assert speeds(row(precision="fp16"), row(precision="fp8")) == (1.0, 0.71, 0.5)
+    assert speeds(row(precision="fp8"), row(precision="fp8")) == (1.0,)
+    assert speeds(row(precision="fp16"), row()) == (1.0,)
+
+
+def test_gradients_of_distributed_lamb_are_summed_by_host_and_updated_in_parts() -> None:
+    made = row(recipe="bert-large", updates_by_host=True)
+    machines = machines_of(made, Catalog())
+    assert machines
+    layout = layout_of(made, counted(made), machines)
+    assert layout.updates_by_host and layout.algorithm == "hierarchical-ring"
+    assert layout_of(row(recipe="bert-large"), counted(made), machines).algorithm == "ring"
+
+
 def test_what_a_row_does_not_state_is_tried_by_its_prior() -> None:
     assert possible(row(nodes=1, nic_gbps=None)) == [(1.0, row(nodes=1, nic_gbps=None))], "no network is used"
     assert [(weight, each.overlap) for weight, each in possible(row())] == [(0.8, True), (0.2, False)]
@@ -69,9 +94,9 @@ def test_what_a_row_does_not_state_is_tried_by_its_prior() -> None:
 def test_the_columns_of_the_file() -> None:
     rows = read_rows()
     assert len(rows) == 596 and all(each.publisher and each.publication and each.host for each in rows)
-    assert {each.overlap for each in rows} == {None, False}
-    horovod = next(each for each in rows if each.overlap is False)
-    assert (horovod.software, horovod.connections) == ("TensorFlow 2.1 + Horovod", 1)
+    horovod = next(each for each in rows if each.software == "TensorFlow 2.1 + Horovod")
+    assert (horovod.overlap, horovod.connections) == (False, 1)
+    assert {each.nodes for each in rows if each.overlap and each.updates_by_host} == {64, 96, 434}
     known = Catalog()
     assert {each.accelerator for each in rows} <= {*known.accelerators, ""}
     assert {each.network for each in rows} <= set(known.networks)

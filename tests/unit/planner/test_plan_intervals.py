@@ -21,8 +21,10 @@ from shoal.planner.intervals import (
     Residual,
     doubts_of,
     interval_of,
+    intraclass_correlation,
     shipped_intervals,
     weighted_quantile,
+    weights_of,
 )
 
 NAMES = tuple(CAUSES)
@@ -134,6 +136,46 @@ def test_a_quantile_is_a_value_that_occurs() -> None:
     assert weighted_quantile(values, np.ones(3), 0.5) == 2.0
     assert weighted_quantile(values, np.array([1.0, 8.0, 1.0]), 0.8) == 1.0
     assert weighted_quantile(values, np.ones(3), 1.0) == 3.0
+
+
+def test_the_correlation_of_a_publishers_errors_is_that_of_the_analysis_of_variance() -> None:
+    values, groups = np.array([-3.0, 1.0, -1.0, 2.0, 1.0, 3.0]), ["a", "a", "a", "b", "b", "b"]
+    between, within = 3 * (1.5**2 + 1.5**2), (8.0 + 2.0) / 4  # mean squares, by hand
+    assert intraclass_correlation(values, groups) == pytest.approx(
+        (between - within) / (between + 2 * within)
+    )
+    assert intraclass_correlation(np.array([1.0, -1.0, 1.0, -1.0]), ["a", "a", "b", "b"]) == 0.0
+    assert intraclass_correlation(np.array([1.0, 1.0, 2.0, 2.0]), ["a", "a", "b", "b"]) == 1.0
+    assert weights_of(["a", "b", "b", "b"], 0.25).tolist() == [1.0, 2 / 3, 2 / 3, 2 / 3]
+
+
+def test_the_correlation_is_that_with_which_errors_were_drawn() -> None:
+    random = np.random.default_rng(6)
+
+    def fitted(offset: float) -> tuple[float, float]:
+        errors = [
+            float(own + math.sqrt(1 - offset**2) * random.standard_normal())
+            for own in offset * random.standard_normal(60)
+            for _ in range(20)
+        ]
+        found = Intervals(
+            [
+                Residual(
+                    publisher=f"{n // 20}",
+                    generation="made",
+                    log_ratio=0.1 * error,
+                    doubts=doubts(repetition=1.0),
+                )
+                for n, error in enumerate(errors)
+            ]
+        )
+        interval = found.interval(doubts(repetition=1.0))
+        assert isinstance(interval, Interval)
+        return found.correlation, math.log(interval.factor)
+
+    (none, narrow), (half, wide) = fitted(0.0), fitted(math.sqrt(0.5))
+    assert none < 0.05 and half == pytest.approx(0.5, abs=0.15)
+    assert narrow == pytest.approx(0.1 * 1.28, rel=0.1) and wide == pytest.approx(0.1 * 1.28, rel=0.2)
 
 
 def test_doubts_of_a_run() -> None:

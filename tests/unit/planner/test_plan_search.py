@@ -164,6 +164,12 @@ def test_evaluations_and_checkpoints_are_counted() -> None:
     )
     assert found.num_steps == 1000 and found.steps_s == pytest.approx(100)
     assert found.evaluations_s == pytest.approx(4 * (1.0 + 1000 * 1e10 / 1e13))
+    whole, passes = (
+        run_time(replace(part(batch=1000), convergence=table), hosts(1), step_s=0.1, micro_batch=micro)
+        for micro in (None, 100)
+    )
+    of_kernels = whole.evaluations_s - found.evaluations_s
+    assert passes.evaluations_s - found.evaluations_s == pytest.approx(10 * of_kernels), "of 1,000 samples"
     assert found.checkpoints_s == pytest.approx(10 * 1e8 * 12 / 8 / 10e9)
     assert found.total_s == pytest.approx(30 + 100 + found.evaluations_s + found.checkpoints_s)
 

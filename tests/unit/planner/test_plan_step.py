@@ -75,6 +75,35 @@ def test_replicas_wait_for_the_one_with_the_largest_samples() -> None:
     assert split.straggler_s / (split.forward_s + split.backward_s) == pytest.approx(0.2 * 1.766, rel=0.05)
 
 
+def test_devices_of_split_layers_sum_their_activations_over_local_links() -> None:
+    workload = model(num_layers=10, flops=1e9, kernels=100)
+    summing = replace(workload, summed_bytes=4e9)
+
+    def more_s(count: int, *, global_batch: int, **layout: int) -> float:
+        steps = [
+            step_time(
+                each,
+                hosts(count, per_host=8),
+                Layout(global_batch=global_batch, **layout),
+                achieved_flops=1e13,
+            )
+            for each in (workload, summing)
+        ]
+        return steps[1].total_s - steps[0].total_s
+
+    rate = hosts(1).instance.effective_local
+    assert more_s(1, global_batch=4, tensor=4) == pytest.approx(2 * 3 / 4 * 2 * 4e9 / rate)
+    assert more_s(1, global_batch=4, tensor=4, context=2) == pytest.approx(2 * 3 / 4 * 4 * 2e9 / rate)
+    assert more_s(1, global_batch=4) == 0 and more_s(1, global_batch=4, context=8) == 0
+
+
+def test_accelerators_that_update_a_part_each_read_less() -> None:
+    layouts = [Layout(global_batch=64, updates_by_host=parts) for parts in (False, True)]
+    whole, part = (step_time(model(), hosts(2), layout, achieved_flops=1e13) for layout in layouts)
+    assert part.optimizer_s == pytest.approx(whole.optimizer_s / 8)
+    assert part.exposed_s == whole.exposed_s
+
+
 def test_a_host_waits_for_samples_that_its_cores_read_too_slowly() -> None:
     workload, workers = replace(model(), input_s=0.1), hosts(2)
     layout = Layout(global_batch=64)
