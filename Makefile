@@ -10,7 +10,7 @@ DATA    ?= runs/builtin-text
 RUN     ?= runs/first-light
 BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
-EXTRAS  := torch,text,corpora,vision,aws,report,watch,mlperf,scores,onnx,lora,wandb,mlflow,dev,bench,docs
+EXTRAS  := torch,text,corpora,vision,aws,objects,report,watch,mlperf,scores,onnx,lora,wandb,mlflow,dev,bench,docs
 STAMP   := $(VENV)/.installed
 QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
 # Whole files: what a file's tests share is made once. Of all tests three at a time on two cores: those of processes

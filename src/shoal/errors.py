@@ -72,6 +72,7 @@ MODULES_OF_EXTRAS = {
     "corpora": ("pyarrow", "zstandard", "mwparserfromhell"),
     "vision": ("torchvision", "PIL", "faster_coco_eval"),
     "aws": ("boto3",),
+    "objects": ("obstore",),
     "report": ("matplotlib", "jinja2"),
     "watch": ("tensorboard",),
     "mlperf": ("mlperf_logging",),

@@ -185,7 +185,7 @@ def test_complete_packages() -> None:
         ("matplotlib", None, "[report]", "note", "matplotlib not installed",
          "to write reports: pip install 'matplotlib>=3.9' 'jinja2>=3.1'"),
         ("boto3", "1.4.2", "[aws]", "note", "boto3 1.4.2 (too old, needs 1.40)",
-         "to start runs on AWS: pip install 'boto3>=1.40'"),
+         "to start runs on AWS, and for s3://: pip install 'boto3>=1.40'"),
     ],
 )  # fmt: skip
 def test_package_missing_or_too_old(

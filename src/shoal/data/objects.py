@@ -1,7 +1,8 @@
 """Reads, writes, lists and deletes objects below a prefix of an object store, with retries until a deadline.
 
 :class:`Objects` is the interface: it repeats what may succeed the next time, and names the object in errors.
-One class per library implements the single requests (:mod:`shoal.data.objects_s3` with boto3).
+One class per library implements the single requests: :mod:`shoal.data.objects_s3` with boto3, and
+:mod:`shoal.data.objects_obstore`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEADLINE_S = 120.0
 CONNECT_S, READ_S = 10.0, 30.0
 NUM_CONNECTIONS = 64
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_LOCATION = re.compile(r"(s3):/*(.*)")
+_LOCATION = re.compile(r"(s3|gs|https?):/*(.*)")
 _NUM_AT_ONCE = 8
 """Concurrent requests of one download: one connection to S3 gives some 50 to 100 MB/s."""
 _PART_BYTES = 8 << 20
@@ -43,7 +44,8 @@ class Objects(ABC):
     - ``ShoalError`` if there is no such object, it has another size, or the deadline has passed.
 
     Args:
-        location: ``scheme://bucket/prefix``, whose two slashes ``Path`` may have collapsed.
+        location: ``scheme://bucket/prefix`` or ``https://host/prefix``; ``Path`` may have collapsed its two
+            slashes.
         deadline_s: time for a request and its repetitions.
 
     Attributes:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shoal.data.manifest import MANIFEST, PreparedManifest, ShardFile, map_file
 from shoal.data.objects import DEADLINE_S, Objects, scheme_of
+from shoal.data.objects_obstore import ObstoreObjects
 from shoal.data.objects_s3 import S3Objects
 
 _NUM_AT_ONCE = 8
@@ -97,7 +98,7 @@ Storage = LocalStorage | RemoteStorage
 
 
 def open_storage(location: Path | str) -> Storage:
-    """Return the storage for a folder or ``s3://bucket/prefix``.
+    """Return the storage for a folder or a prefix of an object store.
 
     Raises:
         UsageError: as :func:`open_objects`.
@@ -108,9 +109,10 @@ def open_storage(location: Path | str) -> Storage:
 
 
 def open_objects(location: Path | str, *, deadline_s: float = DEADLINE_S) -> Objects:
-    """Return the objects below ``s3://bucket/prefix``; sends no request.
+    """Return the objects below ``s3://`` or ``gs://bucket/prefix``, or ``https://``; sends no request.
 
     Raises:
-        UsageError: no bucket is named, or boto3 is not installed.
+        UsageError: no bucket is named, or the library for it is not installed.
     """
-    return S3Objects(str(location), deadline_s)
+    kind = S3Objects if scheme_of(location) == "s3" else ObstoreObjects
+    return kind(str(location), deadline_s)

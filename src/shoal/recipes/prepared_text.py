@@ -29,7 +29,7 @@ class PreparedTextConfig(CachedDataConfig):
     """The text to train on, and how it is read."""
 
     path: Annotated[Path | None, Parameter(group=REQUIRED)] = None
-    """Directory that `shoal prepare text` wrote, or s3://BUCKET/PREFIX of one, with a cache."""
+    """Directory that `shoal prepare text` wrote, or s3://, gs:// or https:// of one, with a cache."""
     verify: Literal["sizes", "checksums"] = "checksums"
     """Compare only file sizes at the start, or read every byte once (1.5 GB/s, on the main worker)."""
     loader_processes: int = 0

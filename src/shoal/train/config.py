@@ -92,8 +92,8 @@ class RunOutputConfig:
     keep_checkpoints: int = 3
     """Number of most recent checkpoints to keep."""
     upload_to: str | None = None
-    """s3://BUCKET/PREFIX to which checkpoints, settings and the record are copied beside training; a run
-    directory without newer ones continues from there."""
+    """s3:// or gs://BUCKET/PREFIX to which checkpoints, settings and the record are copied beside training; a
+    run directory without newer ones continues from there."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
     keep_best: str | None = None
@@ -154,9 +154,10 @@ class RunOutputConfig:
             raise UsageError(f"run.patience {self.patience} needs a score: set --run.keep-best SCORE")
         if self.upload_to is not None and not self.save:
             raise UsageError("run.upload_to copies checkpoints: leave --run.no-save out")
-        if self.upload_to is not None and scheme_of(self.upload_to) is None:
+        if self.upload_to is not None and scheme_of(self.upload_to) not in ("s3", "gs"):
             raise UsageError(
-                f"run.upload_to {self.upload_to!r} must be the location of an object store: s3://…"
+                f"run.upload_to {self.upload_to!r} must be the location of an object store: "
+                "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
             )
         if self.dir is not None and scheme_of(self.dir) is not None:
             raise UsageError(

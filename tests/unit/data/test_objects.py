@@ -1,0 +1,119 @@
+"""Objects of a store over HTTP: one set of tests for each library, on the same store (moto's server)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.object_store import ObjectStore
+
+from shoal.data import objects, objects_obstore, objects_s3
+from shoal.data.objects import Objects, scheme_of
+from shoal.data.objects_obstore import ObstoreObjects
+from shoal.data.objects_s3 import S3Objects
+from shoal.data.storage import open_objects
+from shoal.errors import ShoalError, UsageError
+
+pytest_plugins = ["s3_server"]  # which makes the bucket
+
+LOCATION = "s3://pictures/some/set"
+PART = 5 << 20
+Opened = Callable[..., Objects]
+
+
+@pytest.fixture(params=["boto3", "obstore"])
+def opened(request: pytest.FixtureRequest, s3_bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Opened:
+    """Open the objects of a location by one of the libraries."""
+    monkeypatch.setattr(objects, "_FIRST_PAUSE_S", 0.001)
+    for module in (objects_s3, objects_obstore):
+        monkeypatch.setattr(module, "_PART_BYTES", PART)
+    if request.param == "boto3":
+        return lambda location=LOCATION, deadline_s=5.0: S3Objects(location, deadline_s)
+    settings = {
+        "endpoint": os.environ["AWS_ENDPOINT_URL"],
+        "region": "us-east-1",
+        "virtual_hosted_style_request": False,
+    }
+    return lambda location=LOCATION, deadline_s=5.0: ObstoreObjects(location, deadline_s, **settings)
+
+
+def test_what_is_put_is_read_listed_and_removed(opened: Opened) -> None:
+    store = opened()
+    assert store.names() == []
+    for name in ("b/two", "a", "b/one"):
+        store.put(name, name.encode() * 100)
+    assert store.names() == ["a", "b/one", "b/two"] and store.names("b/") == ["b/one", "b/two"]
+    assert store.get("b/one") == b"b/one" * 100
+    assert store.get("b/one", 3, 9) == (b"b/one" * 100)[3:12]
+    assert store.get("b/one", 7, 0) == b""
+    assert store.get("b/one", 3, 9, num_bytes=500) == (b"b/one" * 100)[3:12]
+    store.put("a", b"")
+    assert store.get("a") == b""
+    store.remove(["b/one", "never there"])
+    assert store.names() == ["a", "b/two"]
+
+
+def test_a_file_in_parts(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, data = opened(), os.urandom(2 * PART + 12_345)
+    (tmp_path / "file").write_bytes(data)
+    store.put_file("large", tmp_path / "file")
+    monkeypatch.setattr(objects, "_PART_BYTES", 1 << 20)
+    assert b"".join(store.parts("large", len(data))) == data
+    store.put_file("small", Path(__file__))
+    assert store.get("small") == Path(__file__).read_bytes()
+
+
+def test_what_is_not_there_or_differs(opened: Opened) -> None:
+    store = opened()
+    store.put("there", bytes(1000))
+    with pytest.raises(ShoalError, match=rf"{LOCATION}/absent does not exist; check the prefix"):
+        store.get("absent")
+    with pytest.raises(ShoalError, match=r"there has 1,000 bytes, the manifest says 1,001; it was cut short"):
+        store.get("there", 0, 10, num_bytes=1001)
+    with pytest.raises(UsageError, match=r"'s3://' names no bucket; write s3://bucket/prefix"):
+        opened("s3://")
+
+
+def test_a_store_that_does_not_answer(opened: Opened, s3_settings: pytest.MonkeyPatch) -> None:
+    location = "http://127.0.0.1:9/prefix"
+    store = ObstoreObjects(location, 0.05) if isinstance(opened(), ObstoreObjects) else None
+    if store is None:
+        s3_settings.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+        store = opened(deadline_s=0.05)
+    with pytest.raises(ShoalError, match=r"/x could not be read within 0\.05 s \(at last: .*check the netw"):
+        store.get("x")
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[ObjectStore]:
+    """Serve a folder to GETs, which ranges divide."""
+    (tmp_path / "served").mkdir()
+    with ObjectStore(tmp_path / "served") as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_a_web_server_is_read_by_ranges(web: ObjectStore, tmp_path: Path) -> None:
+    data = os.urandom(100_000)
+    (tmp_path / "served/file").write_bytes(data)
+    store = open_objects(Path(f"{web.url}/some/set"))  # as a setting that is a path
+    assert isinstance(store, ObstoreObjects)
+    assert store.get("file") == data
+    assert store.get("file", 77, 5000, num_bytes=len(data)) == data[77:5077]
+    assert web.sent["file"] == len(data) + 5000
+    with pytest.raises(ShoalError, match=r"/some/set/absent does not exist"):
+        store.get("absent")
+
+
+def test_locations() -> None:
+    for text in ("s3://bucket/prefix", "s3:/bucket/prefix", "gs://bucket", "https://host/path", "http://h/p"):
+        assert scheme_of(text) == text.partition(":")[0]
+    for text in ("runs/text", "/data/s3", "C:/data", "ftp://host/path"):
+        assert scheme_of(text) is None
