@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import comm_stranger as stranger
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,6 +130,19 @@ def test_a_killed_worker_is_named_over_libfabric(transport: str) -> None:
         want = expected("abc", max(steps), COUNT)
         for rank, done in zip((0, 2), steps, strict=True):
             assert group.values(rank, "sum") == want[:done]
+
+
+@needs_libfabric
+def test_control_connections_have_tags_over_libfabric() -> None:
+    with Group(stream, "ab", 100_000, COUNT, options=EngineOptions(transport=OVER_FABRIC)) as group:
+        group.expect(0, "sum", count=2)
+        peer, who, since = group.peers[0], group.who(1), monotonic()
+        connection, seal, is_in = stranger.session(peer.address, peer.port, SECRET, who, "", protection=1)
+        with connection:
+            assert is_in
+            connection.sendall(seal.close(who.join()) + who.encode(stranger.Frame()))
+            assert "a frame header does not match its tag" in group.errors([0], since)[0]
+            assert group.name(1) in group.errors([1], since)[0]
 
 
 @needs_libfabric
