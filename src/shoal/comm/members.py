@@ -21,7 +21,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
-from shoal.decide.members import is_larger_part, read_counts
+from shoal.decide.members import is_larger_part, part_of, read_counts
 from shoal.env.settings import launch_dir
 from shoal.env.standstills import name_standstill
 from shoal.errors import EXIT_LOST, UsageError
@@ -40,6 +40,8 @@ from shoal.json_text import parse_json
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01
+_SETTLE_S = 0.5
+"""After a network was cut: the members notice it one after another."""
 
 
 class ExcludedError(CommError):
@@ -240,7 +242,6 @@ class Members:
         while True:
             _log.warning("the members change after step %d: %s", step, cause)
             generation = self.generation + 1
-            self._store.set(f"present/{generation}/{self._handle}", "1")
             self._await(generation, step)
             try:
                 return self._follow(generation, step)
@@ -255,24 +256,51 @@ class Members:
         A network that is cut in two leaves two parts that can reach the store. The smaller one waits for the
         other's decision as long as some process there counts on.
         """
-        deadline = time.monotonic() + self._group.operations.timeout.total_seconds()
+        since = time.monotonic()
+        deadline = since + self._group.operations.timeout.total_seconds()
+        own: list[str] | None = None
+        losses: dict[str, list[str]] = {}
         while not self._store.check([f"plan/{generation}"]):
-            present, leaving = (self._marked(mark, generation) for mark in ("present", "leaving"))
-            lost = {self._handles[rank] for rank in self._group.engine.lost_ranks()}
-            gone, missing = {*self._watch.silent, *lost, *leaving}, set(self._handles) - set(present)
-            may_decide = is_larger_part(present + leaving, self._handles) or self._watch.stand_still(missing)
-            if (gone >= missing and may_decide) or time.monotonic() > deadline:
-                if len(present) < self._at_least:
+            if own != (own := [self._handles[rank] for rank in self._group.engine.lost_ranks()]):
+                self._store.set(f"present/{generation}/{self._handle}", json.dumps(own))
+            if losses != (losses := self._losses(generation)):
+                since = time.monotonic()
+            part, now = part_of(self._handle, losses), time.monotonic()
+            if self._may_decide(generation, part, losses, now - since) or now > deadline:
+                if len(part) < self._at_least:
                     raise CommError(
-                        f"{len(present)} of {len(self._handles)} members are left after step {step}, "
+                        f"{len(part)} of {len(self._handles)} members are left after step {step}, "
                         f"and at_least={self._at_least}: start the job again"
                     )
-                self._decide(generation, present, self._num_admitted)
+                self._decide(generation, part, self._num_admitted)
             time.sleep(_POLL_S)
 
-    def _marked(self, mark: str, generation: int) -> list[str]:
-        """Return the members that have said this of themselves for the next generation, by rank."""
-        return [each for each in self._handles if self._store.check([f"{mark}/{generation}/{each}"])]
+    def _may_decide(
+        self, generation: int, part: list[str], losses: Mapping[str, list[str]], unchanged_s: float
+    ) -> bool:
+        """Return whether no other member can come to a part of them, which is to go on.
+
+        Args:
+            losses: members that each one has lost; all these are there.
+            unchanged_s: for how long they have been so.
+        """
+        is_cut = any(losses.keys() & set(lost) for lost in losses.values())
+        if is_cut and unchanged_s < _SETTLE_S:
+            return False
+        leaving = [each for each in self._handles if self._store.check([f"leaving/{generation}/{each}"])]
+        missing = set(self._handles) - set(part)
+        gone = {*self._watch.silent, *losses[self._handle], *leaving, *losses}
+        is_larger = is_larger_part(part + leaving, self._handles)
+        return gone >= missing and (is_larger or self._watch.stand_still(missing))
+
+    def _losses(self, generation: int) -> dict[str, list[str]]:
+        """Return the members that each present one has lost, by rank."""
+        keys = {each: f"present/{generation}/{each}" for each in self._handles}
+        present = {each: key for each, key in keys.items() if self._store.check([key])}
+        return {
+            each: parse_json(self._store.get(key), "a member's losses in the job's store", error=CommError)
+            for each, key in present.items()
+        }
 
     def _give_up(self, silent: frozenset[str]) -> None:
         """Fail what waits for members that stand still; on their host, its launcher ends them."""

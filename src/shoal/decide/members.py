@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from shoal.decide.order import worker_part
@@ -62,6 +62,21 @@ def shares_of_members(global_batch_size: int, micro_batch_size: int, num_workers
         return ()
     parts = (worker_part(count, rank, num_workers) for rank in range(num_workers))
     return tuple(micro_batch_size * len(part) for part in parts)
+
+
+def part_of(member: str, losses: Mapping[str, Collection[str]]) -> list[str]:
+    """Return the members that a member reaches, itself included, in the order of ``losses``.
+
+    Args:
+        losses: by members that are there: those whose connections they have lost.
+
+    Example:
+        >>> part_of("a", {"a": ["c"], "b": [], "c": [], "d": ["a"]})
+        ['a', 'b']
+    """
+    return [
+        other for other, lost in losses.items() if other not in losses.get(member, ()) and member not in lost
+    ]
 
 
 def is_larger_part(present: Sequence[str], members: Sequence[str]) -> bool:

@@ -223,11 +223,15 @@ class Cluster:
         network, uts = self._host_files[host]
         return [self._tools["nsenter"], f"--net={network}", f"--uts={uts}", "--"]
 
+    def enter_bridge(self) -> list[str]:
+        """Return the command prefix that runs a command in the network of the bridges between the hosts."""
+        return [self._tools["nsenter"], f"--net={self._bridge}", "--"]
+
     def link(self, host: int, *, up: bool, interface: int = 0) -> None:
         """Connect or disconnect a link of a host: set its bridge port up or down."""
         port = self.plan[host].links()[interface][1]
         command = [self._tools["ip"], "link", "set", port, "up" if up else "down"]
-        subprocess.run([self._tools["nsenter"], f"--net={self._bridge}", "--", *command], check=True)
+        subprocess.run([*self.enter_bridge(), *command], check=True)
 
     def limit(self, host: int, nic: str) -> None:
         """Change the rate of a shaped host's links in each direction."""
