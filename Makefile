@@ -101,9 +101,10 @@ SOAK_S    ?= 3600
 SOAK_SEED ?= 0
 SOAK_OUT  ?= build/soak_$(shell date +%F).md
 
-soak: $(STAMP)  ## sums on 8 emulated hosts in random faults, compared with a replay: SOAK_S=3600 seconds (root)
+soak: $(STAMP)  ## sums on 8 emulated hosts in random faults, and members that come and go, against a replay: SOAK_S=3600 (root)
 	@mkdir -p build
 	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m soak --seconds $(SOAK_S) --seed $(SOAK_SEED) --out $(SOAK_OUT)
+	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m churn --seconds 600 --seed $(SOAK_SEED) --out $(SOAK_OUT:.md=_churn.md)
 
 bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an hour on a quiet machine; root)
 	@for name in reduce optimizers dropout detection_ops detection_loader text_reader image_reader image_loader tokenise text_intake squad_features overhead train_step \
