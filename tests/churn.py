@@ -36,7 +36,7 @@ SAMPLES, WIDTH = 24, 16
 STEP_S = 0.01
 """Least time of a step, so that a run has not too many to replay."""
 HANG_S = 10.0
-_END_S = 60.0
+_END_S = 180.0
 _POLL_S = 0.02
 
 
