@@ -24,7 +24,7 @@ from shoal.comm import native_group
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 GROUP = native_group.library()
-SOURCES = ("base", "transport", "engine", "c_api", "optim")
+SOURCES = ("base", "transport", "engine", "device", "c_api", "optim")
 LEFT_OUT = ("ofi", "libfabric")
 FLAGS = (
     "-std=c++20",

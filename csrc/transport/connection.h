@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "transport/seal.h"
+#include "transport/frame.h"
 #include "transport/transport.h"
 
 namespace shoal {

@@ -1,4 +1,4 @@
-// Messages between two processes: a header of fixed size and a payload, each with a tag.
+// Messages between two processes: a header of fixed size and a payload, each with a tag, and what makes and checks tags.
 #pragma once
 
 #include <array>
@@ -9,6 +9,8 @@
 #include <optional>
 #include <string>
 #include <utility>
+
+#include "base/crypto.h"
 
 namespace shoal {
 
@@ -46,7 +48,7 @@ inline constexpr std::size_t kNumKinds = static_cast<std::size_t>(Kind::apply) +
 inline constexpr std::size_t kNumElements = static_cast<std::size_t>(Element::int64) + 1;
 inline constexpr std::size_t kNumCombines = static_cast<std::size_t>(Combine::bxor) + 1;
 
-// What shows that bytes are those that were sent (transport/seal.h): AES-GCM's, or a CRC-32C and zeros.
+// What shows that bytes are those that were sent: AES-GCM's (Seal), or a CRC-32C and zeros.
 using Tag = std::array<std::uint8_t, 16>;
 
 // Little-endian on the wire, as on all supported machines. Fields that nothing sets yet are zero.
@@ -137,9 +139,8 @@ inline bool carries_data(FrameType type) {
 void set_checksums(FrameHeader& header, Payload& payload);
 std::uint32_t checksum_in(const Tag& tag);
 
-// Return an empty string, or what is wrong with the header: with its checksum too, or with its fields.
+// Returns an empty string, or what is wrong with the header, its checksum included.
 std::string check_header(const FrameHeader& header);
-std::string check_fields(const FrameHeader& header);
 
 Payload payload_of(const std::string& text);
 std::string text_of(const Payload& payload);
@@ -158,6 +159,43 @@ class BufferPool {
  private:
   struct Shelves;
   std::shared_ptr<Shelves> shelves_;
+};
+
+enum class Protection : std::uint8_t { checksum, tag, encrypt };
+inline constexpr std::size_t kNumProtections = 3;
+
+// Throws std::invalid_argument for an unknown name.
+Protection protection_named(const std::string& name);
+
+// What protects the frames of a connection in one direction: checksums against damage, or tags under a key of the session,
+// which nobody else can make, with or without encryption of the payloads.
+//
+// The nonce of a tag is the frame's number in the stream: a frame that is repeated, left out, moved or taken from another
+// connection does not match. A header has a tag of its own, so that nothing is believed before it is checked.
+//
+// One thread at a time.
+class Seal {
+ public:
+  Seal() = default;  // checksums
+  Seal(Protection protection, const Gcm::Key& key);
+
+  bool encrypts() const { return encrypts_; }
+
+  // Completes the header of the next frame. Returns its payload as it goes over the wire: another one if it is encrypted.
+  Payload close(FrameHeader& header, Payload payload, BufferPool& pool);
+
+  // Returns an empty string, or what is wrong with the header of the next frame.
+  std::string check(const FrameHeader& header);
+  // Opens the payload of that frame in its buffer. Throws std::runtime_error if it is not what was sent.
+  Payload open(const FrameHeader& header, std::shared_ptr<std::byte> buffer);
+
+ private:
+  enum class Part : std::uint8_t { payload, header };
+  Gcm::Nonce nonce(Part part) const;
+
+  std::optional<Gcm> gcm_;  // none: checksums
+  bool encrypts_ = false;
+  std::uint64_t number_ = 0;  // of the next frame
 };
 
 }  // namespace shoal

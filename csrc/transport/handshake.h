@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "base/crypto.h"
-#include "transport/seal.h"
+#include "transport/frame.h"
 #include "transport/transport.h"
 
 namespace shoal {

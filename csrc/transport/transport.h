@@ -15,7 +15,6 @@
 
 #include "base/mutex.h"
 #include "transport/frame.h"
-#include "transport/seal.h"
 
 namespace shoal {
 

@@ -18,7 +18,7 @@
 
 #include "check.h"
 #include "made_rank.h"
-#include "transport/seal.h"
+#include "transport/frame.h"
 
 namespace engine_lies_test {
 
