@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,12 @@ def check_async(rank: int) -> None:
     while not work.is_completed():
         time.sleep(0.001)
     assert (strided == 3).all()
+    # what has been waited for is let go before another operation
+    tensor = torch.full((10,), 1.0)
+    seen, work = weakref.ref(tensor), dist.all_reduce(tensor, async_op=True)
+    assert work is not None and work.wait()
+    del work, tensor
+    assert not is_native() or seen() is None
     # dropping work and tensors disturbs nothing
     for _ in range(20):
         dist.all_reduce(torch.full((5000,), 1.0), async_op=True)

@@ -101,6 +101,17 @@ class Operands {
     entries.push_back({handle, std::move(tensors)});
   }
 
+  // Lets go of the tensors of an operation that has completed.
+  void release(shoal_handle handle) {
+    std::vector<at::Tensor> tensors;  // destroyed after the lock is released, as in add()
+    const std::lock_guard lock(mutex_);
+    std::deque<Entry>& entries = handle >= kFirstMessage ? messages_ : entries_;
+    const auto entry = std::find_if(entries.begin(), entries.end(), [handle](const Entry& each) { return each.handle == handle; });
+    if (entry == entries.end()) return;
+    tensors = std::move(entry->tensors);
+    entries.erase(entry);
+  }
+
   std::size_t num_pending(shoal_group* group) {
     const std::lock_guard lock(mutex_);
     std::size_t num = 0;
@@ -316,6 +327,7 @@ class EngineWork final : public c10d::Work {
       message_ = message;
       settled_ = true;
     }
+    if (status == SHOAL_SUCCESS) group_->operands().release(handle_);
     finish();
   }
 
