@@ -134,7 +134,7 @@ def train(layouts: list[Layout], worker: Worker) -> dict[str, Any]:
                 "whole": [
                     n
                     for n, p in named.items()
-                    if n.endswith(MATRICES) and local_part(p).numel() * parts > p.numel()
+                    if n.endswith(MATRICES) and local_part(p).numel() * parts > 1.5 * p.numel()
                 ],
             }
             stage.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule, replace_tensors
@@ -92,7 +94,7 @@ def shard_stages(
         blocks: modules of the only stage that are gathered alone.
 
     Raises:
-        UsageError: it is not bf16.
+        UsageError: the wire is not bf16, or weights that others divide do not divide evenly.
     """
     if wire not in (None, torch.bfloat16):
         raise UsageError(
@@ -106,8 +108,32 @@ def shard_stages(
             continue
         # a runner that FSDP2 wraps is gathered by torch's pipeline runtime, with all blocks and for the step
         for unit in (*blocks, runner.stage) if blocks else (runner,):
-            sharded: FSDPModule = fully_shard(unit, mesh=mesh, ignored_params=ignored)
+            sharded: FSDPModule = fully_shard(
+                unit, mesh=mesh, ignored_params=ignored, shard_placement_fn=partial(_placement, mesh.size())
+            )
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
             if wire is not None:
                 sharded.set_custom_reduce_scatter(Bf16ReduceScatter())  # type: ignore[arg-type]  # private class
+
+
+def _placement(num_shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension of a parameter that is sharded; ``None``: the first.
+
+    Where other workers divide the first dimension too, torch 2.15 mistakes the bounds of uneven shards of
+    their parts; then it is the second.
+
+    Raises:
+        UsageError: it does not divide evenly either.
+    """
+    if not isinstance(parameter, DTensor) or not any(place.is_shard(0) for place in parameter.placements):
+        return None
+    num_parts, sizes = parameter.device_mesh.size(), tuple(parameter.shape)
+    if sizes[0] % (num_parts * num_shards) == 0:
+        return None
+    if len(sizes) > 1 and sizes[1] % num_shards == 0:
+        return Shard(1)
+    raise UsageError(
+        f"shard: a weight of {' × '.join(map(str, sizes))}, of which {num_parts} workers have a part each, "
+        f"does not divide evenly into {num_shards} shards; take another number of replicas, or do not shard"
+    )

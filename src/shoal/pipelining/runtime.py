@@ -109,8 +109,9 @@ class Pipeline:
         parameters, buffers, not_saved = state_of(runners.values())
         self.module = ModelPart(parameters, buffers, aliases=aliases, not_saved=not_saved)
         self._parameters = parameters
-        is_double = any(parameter.dtype == torch.float64 for parameter in parameters.values())
-        self._loss_dtype = torch.float64 if is_double else torch.float32
+        doubles = [parameter for parameter in parameters.values() if parameter.dtype == torch.float64]
+        num_doubles = groups.sum(torch.tensor([len(doubles)], device=groups.device), of_all=False)
+        self._loss_dtype = torch.float64 if int(num_doubles) else torch.float32
         self._ties = TiedWeights(users, parameters, groups.group)
         self.wire: Any = None
         dtype = settings.wire if isinstance(settings.wire, torch.dtype) else None
