@@ -299,6 +299,9 @@ def _claim(run_dir: Path, given_up: str) -> tuple[Path, bytes]:
                 opened.write(content)
         except FileExistsError:
             continue
+        except OSError as error:  # of a full disk, it names no file
+            mine.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(mine)) from error
         if _newest(folder) > number + 1:  # this process was suspended while others were owners
             mine.unlink(missing_ok=True)
             continue

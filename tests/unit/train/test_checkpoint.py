@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +441,51 @@ def test_a_failed_save_is_raised_by_the_next_poll(tmp_path: Path, monkeypatch: p
     assert checkpointer.poll() == []
     checkpointer.save(2, {"model": model}, wait=True)
     assert [row.step for row in checkpointer.poll()] == [2]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Yield a folder on a file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write a file until the disk is full."""
+    with pytest.raises(OSError, match="No space left on device"), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system is mounted by root")
+def test_a_full_disk_is_named_and_the_checkpoints_before_stay(small_disk: Path) -> None:
+    values = saved_run(small_disk, (1,))
+    model, filler = Tied(), small_disk / "filler"
+    checkpointer = Checkpointer(small_disk, keep=9)
+    fill(filler)
+    with pytest.raises(ShoalError, match=r"cannot write .*step-00000002.*No space left on device"):
+        checkpointer.save(2, {"model": model}, wait=True)
+    restored = Checkpointer(small_disk).restore({"model": model})
+    assert restored is not None and (restored.step, restored.damaged) == (1, [])
+    assert torch.equal(model.embedding.weight, values[1]["embedding.weight"])
+    filler.unlink()
+    checkpointer.save(2, {"model": model}, wait=True)
+    assert [path.name for path in list_checkpoints(small_disk)] == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a file system is mounted by root")
+def test_a_run_that_begins_on_a_full_disk_names_the_file_and_leaves_none(small_disk: Path) -> None:
+    filler = small_disk / "filler"
+    fill(filler)
+    with pytest.raises(ShoalError, match=r"No space left on device: .*small"):
+        Checkpointer(small_disk)
+    filler.unlink()
+    Checkpointer(small_disk).save(1, {"model": Tied()}, wait=True)
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
