@@ -234,6 +234,23 @@ def go_through(layouts: Iterable[tuple[int, int, dict[str, Any]]], make: Callabl
                 shutil.rmtree(left)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("muon", [False, True])
+def test_parts_divide_the_state_of_optimizers(
+    muon: bool, data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    """Muon's over parts and shards; AdamW's over the replicas of parts."""
+    make, wanted = partial(lm, "plain", data, models), whole["plain"]
+    if muon:
+        optim, wanted = {"z_loss": 1e-3, "optimizer": "muon"}, tmp_path / "whole"
+        assert jobs.run(make(wanted, optim=optim), 1) == [EXIT_OK]
+        config = make(tmp_path / "run", optim=optim, parallel={"tensor": 2, "shard": True})
+    else:
+        config = make(tmp_path / "run", parallel={"tensor": 2}, train={"shard_optimizer": True})
+    assert jobs.run(config, 4) == [EXIT_OK] * 4
+    assert_same_run(tmp_path / "run", wanted, most=2e-3 if muon else SAME)  # Muon rounds to bf16
+
+
 @pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"shard": True}, {"tensor": 2}])
 def test_stages_start_with_the_weights_of_a_directory(
     parallel: dict[str, Any], data: Path, whole: dict[str, Path], tmp_path: Path
