@@ -65,8 +65,12 @@ def work(
     where: str = "",
     starts_at: int | None = None,
     others: int = 0,
+    waits_at: int = 0,
 ) -> None:
-    """Train; die where the test says, or start when the others are at a step; wait for ``others`` to ask."""
+    """Train; die where the test says, or start when the others are at a step; wait for ``others`` to ask.
+
+    At ``waits_at`` the first member waits until one has asked.
+    """
     shoal.comm.register()
     store = dist.FileStore(str(folder / "store"), -1)
     dist.init_process_group(
@@ -87,6 +91,8 @@ def work(
     while crew.rank == 0 and crew._members.num_waiting() < others:
         time.sleep(0.01)
     for step in crew.steps(until):
+        while step.number == waits_at and crew.rank == 0 and not crew._members.num_waiting():
+            time.sleep(0.01)
         with step:
             store.set(f"test/{step.number}", "1")
             rows = slice(*crew.share(SAMPLES))
@@ -124,7 +130,7 @@ def test_a_lost_member_costs_no_sample(where: str, tmp_path: Path) -> None:
 
 
 def test_a_process_joins_without_a_stop(tmp_path: Path) -> None:
-    processes = [fork_process(work, tmp_path, rank, 2, 40) for rank in range(2)]
+    processes = [fork_process(work, tmp_path, rank, 2, 40, 0, "", None, 0, 20) for rank in range(2)]
     processes.append(fork_process(work, tmp_path, 2, 3, 40, 0, "", 5))
     assert wait_for(processes, 60) == [0, 0, 0]
     *old, joined = results(tmp_path)
@@ -144,7 +150,10 @@ def test_a_process_that_joins_before_the_first_step_gets_the_weights(tmp_path: P
 
 
 def test_first_rank_dies_and_another_one_takes_its_place(tmp_path: Path) -> None:
-    processes = [fork_process(work, tmp_path, rank, 3, 60, 10 * (rank == 0), "backward") for rank in range(3)]
+    processes = [
+        fork_process(work, tmp_path, rank, 3, 60, 10 * (rank == 0), "backward", None, 0, 40)
+        for rank in range(3)
+    ]
     processes.append(fork_process(work, tmp_path, 0, 3, 60, 0, "", 15))
     assert wait_for(processes, 60) == [-signal.SIGKILL, 0, 0, 0]
     ended = results(tmp_path)

@@ -40,6 +40,8 @@ from shoal.json_text import parse_json
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.01
+_FIRST_ATTEMPT_S = 8.0
+"""For the members to meet, since one that is lost then is not noticed; twice as long after each failure."""
 _SETTLE_S = 0.5
 """After a network was cut: the members notice it one after another."""
 
@@ -84,7 +86,7 @@ class Members:
         self._store = PrefixStore("crew/", self._group.store)
         self._handle = c10d._get_reconfigure_handle()
         self.generation = self.num_before = 0
-        self._num_asked = self._phase = 0
+        self._num_asked = self._phase = self._tried = self._num_failed = 0
         self._num_admitted: dict[str, int] = {}  # by phase
         self._handles: list[str] = []
         self._watch = StandstillWatch(
@@ -112,12 +114,13 @@ class Members:
         """Meet the processes with which the group was made."""
         size = dist.get_world_size()
         self._store.set(f"first/{dist.get_rank()}", self._handle)
-        self._become(1, [self._store.get(f"first/{rank}").decode() for rank in range(size)])
+        handles = [self._store.get(f"first/{rank}").decode() for rank in range(size)]
+        self._become(1, handles, self._patience_s)
         self._store.set("newest", "1")
 
     def be_alone(self) -> None:
         """Make a group of this process alone, for what comes before :meth:`ask`."""
-        self._reconfigure(secrets.randbits(62), [self._handle])
+        self._reconfigure(secrets.randbits(62), [self._handle], self._patience_s)
 
     def enter(self, phase: int) -> None:
         """Begin a phase of the work, the same on all members; numbers of phases grow."""
@@ -137,6 +140,9 @@ class Members:
             try:
                 self._follow(int(self._store.get(self._key(f"welcome/{number}")).decode()))
             except CommError as error:  # one of the others was lost meanwhile
+                if self.generation > 0:  # after they had met
+                    self.renew(error, 0)
+                    return True
                 _log.warning("not taken in, asks again: %s", error)
             else:
                 return True
@@ -239,16 +245,17 @@ class Members:
         Raises:
             CommError: too few are left, or they went on without this process.
         """
+        generation = max(self.generation, self._tried)
         while True:
             _log.warning("the members change after step %d: %s", step, cause)
-            generation = self.generation + 1
+            generation += 1
             self._await(generation, step)
             try:
                 return self._follow(generation, step)
             except ExcludedError:
                 raise
             except CommError as error:
-                self.generation, cause = generation, error
+                cause = error
 
     def _await(self, generation: int, step: int) -> None:
         """Wait until the next members are decided: those that are present once no other can come.
@@ -314,7 +321,8 @@ class Members:
 
     def _decide(self, generation: int, handles: list[str], num_admitted: dict[str, int]) -> None:
         """Propose the next members; the first proposal counts."""
-        proposal = json.dumps({"members": handles, "num_admitted": num_admitted})
+        timeout_s = min(self._patience_s, _FIRST_ATTEMPT_S * 2**self._num_failed)
+        proposal = json.dumps({"members": handles, "num_admitted": num_admitted, "timeout_s": timeout_s})
         self._store.compare_set(f"plan/{generation}", "", proposal)
 
     def _follow(self, generation: int, step: int = 0) -> None:
@@ -328,10 +336,14 @@ class Members:
                 f"the others went on without this process after step {step}, which stood still for "
                 f"{self._patience_s:g} s: start it again, and it will be taken in"
             )
-        self._become(generation, plan["members"])
+        if any(self._store.check([f"present/{generation + 1}/{each}"]) for each in plan["members"]):
+            raise CommError(f"another member has given up attempt {generation}")
+        self._become(generation, plan["members"], plan["timeout_s"])
 
-    def _become(self, generation: int, handles: list[str]) -> None:
-        self._reconfigure(generation, handles)
+    def _become(self, generation: int, handles: list[str], timeout_s: float) -> None:
+        self._tried, self._num_failed = generation, self._num_failed + 1
+        self._reconfigure(generation, handles, timeout_s)
+        self._num_failed = 0
         self.num_before = len(self._handles)
         self.generation, self._handles = generation, handles
         self._watch.follow(handles)
@@ -342,8 +354,8 @@ class Members:
                 raise
             raise CommError(f"a member was lost while the members changed: {error}") from error
 
-    def _reconfigure(self, uuid: int, handles: list[str]) -> None:
-        c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=self._patience_s)).wait()
+    def _reconfigure(self, uuid: int, handles: list[str], timeout_s: float) -> None:
+        c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=timeout_s)).wait()
 
 
 def meet(elastic: str, patience_s: float) -> Members:
