@@ -168,7 +168,7 @@ def test_a_worker_that_stands_still_is_given_up(
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize(("step", "place"), [(6, "evaluation"), (12, "lacks_scores"), (12, "_finish")])
+@pytest.mark.parametrize(("step", "place"), [(6, "evaluation"), (12, "lacks_scores"), (12, "finish")])
 def test_a_worker_is_lost_between_steps(
     step: int, place: str, lost: int, text: Path, expected: dict[int, float], tmp_path: Path
 ) -> None:

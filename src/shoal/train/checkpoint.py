@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -65,10 +65,12 @@ from shoal.train.checkpoint_state import (
     local_state,
     restore,
 )
-from shoal.train.checkpoint_uploads import Uploads, step_in
 from shoal.train.config import RunOutputConfig
 from shoal.train.run_dir import Ownership, own
 from shoal.train.world import all_gather_json, run_on_all
+
+if TYPE_CHECKING:
+    from shoal.train.checkpoint_uploads import Uploads
 
 _DEADLINE_S = 1800.0
 
@@ -302,7 +304,9 @@ class Checkpointer:
         """Return the checkpoints by path, or by name if they are uploaded ones; the oldest first."""
         if self._rank != 0:
             return []
-        found = [(step_in(name), False, name) for name in self._uploads.names()] if self._uploads else []
+        found = (
+            [(files.step_in(name), False, name) for name in self._uploads.names()] if self._uploads else []
+        )
         if self._is_shared:
             found += [(files.step_of(p), True, str(p)) for p in files.list_checkpoints(self._run_dir)]
         return [(name, not is_here) for _, is_here, name in sorted(found)]
@@ -323,7 +327,7 @@ class Checkpointer:
             return None
 
         problems = run_on_all(self._group, fetch)
-        path = files.checkpoint_path(self._run_dir, step_in(name))
+        path = files.checkpoint_path(self._run_dir, files.step_in(name))
         return path, uploads.uri(name), next((problem for problem in problems if problem), None)
 
     def _remove_parts(self, path: Path) -> None:
@@ -474,7 +478,11 @@ class Checkpointer:
 
 def open_checkpointer(output: RunOutputConfig, run_dir: Path, *, is_alone: bool = False) -> Checkpointer:
     """Return the checkpointer of a run by its settings; the arguments are those of :class:`Checkpointer`."""
-    uploads = None if output.upload_to is None else Uploads(output.upload_to, run_dir)
+    uploads = None
+    if output.upload_to is not None:
+        from shoal.train.checkpoint_uploads import Uploads
+
+        uploads = Uploads(output.upload_to, run_dir)
     return Checkpointer(run_dir, keep=output.keep_checkpoints, is_alone=is_alone, uploads=uploads)
 
 

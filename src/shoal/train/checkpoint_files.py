@@ -414,3 +414,8 @@ def _file_damage(path: Path, expected: WrittenFile) -> str | None:
     if f"{checksum:08x}" != expected.crc32:
         return f"{expected.name} has the checksum {checksum:08x} instead of {expected.crc32}"
     return None
+
+
+def step_in(name: str) -> int:
+    """Return the step of a copy in an object store by its name."""
+    return int(name.partition(".")[0].removeprefix("step-"))

@@ -92,17 +92,17 @@ class Uploads:
             ShoalError: another job uploads, or the store fails.
         """
         self._require()
-        self._objects.put(f"{FOLDER}/{name}/{COMPLETE}", files.mark_of(step_in(name), written))
+        self._objects.put(f"{FOLDER}/{name}/{COMPLETE}", files.mark_of(files.step_in(name), written))
         self.put_run_files()
 
     def prune(self, name: str, *, keep: int, best: int | None) -> None:
         """Delete copies that the one of this name supersedes, by the rule of those on disk."""
         self._require()
-        newest, contents = step_in(name), self._contents()
-        steps = {step_in(other) for other in contents}
+        newest, contents = files.step_in(name), self._contents()
+        steps = {files.step_in(other) for other in contents}
         old = files.superseded(steps, newest=newest, keep=keep, best=best)
         for other, held in contents.items():
-            if step_in(other) in old or (step_in(other) == newest and other != name):
+            if files.step_in(other) in old or (files.step_in(other) == newest and other != name):
                 # first the mark: what is left of a deletion is not complete
                 self._objects.remove(sorted(held, key=lambda object_: held[object_] != COMPLETE))
 
@@ -137,7 +137,7 @@ class Uploads:
         Raises:
             ShoalError: it cannot be read, or is damaged.
         """
-        final = files.checkpoint_path(self._run_dir, step_in(name))
+        final = files.checkpoint_path(self._run_dir, files.step_in(name))
         partial = files.fetched_path(final)
         files.remove_folder(partial)
         partial.mkdir(parents=True)
@@ -161,7 +161,7 @@ class Uploads:
         for name in self._objects.names(f"{FOLDER}/"):
             if match := _NAME.fullmatch(name):
                 found.setdefault(match[1], {})[name] = match[3]
-        return dict(sorted(found.items(), key=lambda item: (step_in(item[0]), item[0])))
+        return dict(sorted(found.items(), key=lambda item: (files.step_in(item[0]), item[0])))
 
     def _require(self) -> None:
         if self._objects.get(_OWNER).decode(errors="replace") != self._token:
@@ -169,8 +169,3 @@ class Uploads:
                 f"{self._objects.location}: another job has begun to upload there, so this one stops; let "
                 "only one job use it, or give this one another --run.upload-to"
             )
-
-
-def step_in(name: str) -> int:
-    """Return the step of a copy by its name."""
-    return int(name.partition(".")[0].removeprefix("step-"))

@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from shoal import record
 from shoal.comm.engine import CommError
 from shoal.comm.members import Members
+from shoal.decide.batch import BatchPlan
+from shoal.decide.members import shares_of_members
 from shoal.errors import ShoalError
 from shoal.json_text import parse_json
 from shoal.native import crc32c
@@ -276,6 +278,10 @@ class ChangingMembers(Workers):
                     self._is_together = False
             if self._num_together >= number:  # here, or where others were past it: all have a result then
                 return result
+
+    def shares(self, batch: BatchPlan) -> tuple[int, ...]:
+        sizes = batch.global_batch_size, batch.micro_batch_size
+        return shares_of_members(*sizes, self._run.world.num_workers)
 
     @contextmanager
     def survive(self) -> Iterator[None]:

@@ -50,7 +50,6 @@ from shoal.data.loader import copies_to
 from shoal.data.sources import FirstSteps, IterableSource, StepSource, as_source, digest_of_rows
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan, BatchSizes, WorkerShares, plan_batch
-from shoal.decide.members import shares_of_members
 from shoal.env.launcher import worker_env
 from shoal.env.settings import progress_file
 from shoal.env.worker import WorkerEnv, alone
@@ -59,7 +58,6 @@ from shoal.optim.optimizer_shards import OptimizerShards
 from shoal.train.backends import Purpose
 from shoal.train.checkpoint import Checkpointer, Restored, open_checkpointer
 from shoal.train.checkpoint_state import flatten
-from shoal.train.checkpoint_uploads import Uploads
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -229,6 +227,7 @@ class Run:
 
     Attributes:
         world: rank, number of workers, device and the process groups.
+        workers: what all do together; with ``distributed.elastic`` they go on without one that is lost.
         directory: the run directory; ``None`` for an inner run, which writes nothing.
         seed: of weights, data order and dropout.
         step: optimizer steps done, counted over the whole run.
@@ -280,9 +279,9 @@ class Run:
         if world.members is not None and directory is not None:
             from shoal.train.crew import ChangingMembers
 
-            self._training.workers = ChangingMembers(
-                self, world.members, lambda owner: take_over(self, target, owner)
-            )
+            members = ChangingMembers(self, world.members, lambda owner: take_over(self, target, owner))
+            self._training.workers = members
+        self.workers: Workers = self._training.workers
         self._notes = [note for note in (precision.note, world.note) if note]
         self._restored: Restored | None = None
         self._samples, self._until, self._total = 0, 0, 0
@@ -358,6 +357,8 @@ class Run:
 
             def open_directory() -> None:
                 if output.upload_to is not None:
+                    from shoal.train.checkpoint_uploads import Uploads
+
                     Uploads(output.upload_to, directory).fetch_run_files()
                 open_run_dir(directory, tree, immutable)
 
@@ -380,11 +381,6 @@ class Run:
         """The arithmetic of the batch, once :meth:`steps` has begun."""
         assert self._batch is not None, "run.steps() has not begun"
         return self._batch
-
-    @property
-    def workers(self) -> Workers:
-        """The workers, which with ``distributed.elastic`` go on without one that is lost."""
-        return self._training.workers
 
     @property
     def shards_optimizer(self) -> bool:
@@ -562,8 +558,8 @@ class Run:
         if phase is not None and self.log and self.step == since:
             self.log.write(_row_of_phase(phase, since, until, batch))
         self._profiler = self._profiler or _open_profiler(self)
-        if not self._training.workers.join(until):
-            self.is_over = self._training.workers.are_done
+        if not self.workers.join(until):
+            self.is_over = self.workers.are_done
             return
         self.timer.reset()
         while self.step < until and not self.stopped and not self.reached:
@@ -574,20 +570,13 @@ class Run:
                 micro_batch_size=self.batch.micro_batch_size,
                 rank=index,
                 num_workers=num_replicas,
-                shares=self._current_shares(),
+                shares=self._shares.current if self._shares else self.workers.shares(self.batch),
             )
             yield from self._attempt(source, shard, left, targets, on_host)
         if self.step == until and self.workers.together(self._evaluations.have_reached):
             self._end_early(is_reached=True)
         if self.step == self._total or self.stopped or self.reached:
-            self._training.workers.end()
-
-    def _current_shares(self) -> tuple[int, ...]:
-        """Return the samples of each worker, by rank; empty: equal parts."""
-        if self.world.members is not None:
-            sizes = self.batch.global_batch_size, self.batch.micro_batch_size
-            return shares_of_members(*sizes, self.world.num_workers)
-        return self._shares.current if self._shares else ()
+            self.workers.end()
 
     def _attempt(
         self,
@@ -599,7 +588,7 @@ class Run:
     ) -> Iterator[Step]:
         """Yield steps until all are done, a stop is asked for, one has to be repeated, or shares change."""
         pin_memory, begin = self.world.device.type == "cuda", self.step
-        workers = self._training.workers
+        workers = self.workers
         num_changes = workers.num_changes
         with closing(source.open(shard, steps, pin_memory=pin_memory)) as batches:
             for index, micro_batches in zip(steps, batches, strict=False):
@@ -657,7 +646,7 @@ class Run:
         stops = self.stop_request.requested is not None
         times = self.world.by_rank(self.timer.busy_s) if self._shares is not None else []
         scores = self._evaluations
-        workers, is_best = self._training.workers, scores.is_best(self.step)
+        workers, is_best = self.workers, scores.is_best(self.step)
         sums = self.sum([num_targets, bad, stops, scores.end_run(), is_best, workers.num_waiting, *times])
         self.timer.lap("other")
         total, num_bad, num_stops, num_reached, num_best, num_waiting = map(int, sums[:6])
@@ -813,35 +802,30 @@ class Run:
                 steps = f"{self.step:,} of {self._total:,} steps"
                 print(self._settings.ended(self.directory, steps, self._evaluations.end_of_run()))
             return EXIT_OK
-        self.workers.together(lambda: self._finish(export, summary))
-        return EXIT_OK
+        directory = self.directory
 
-    def _finish(
-        self,
-        export: Callable[[Path], None] | None,
-        summary: Callable[[Mapping[str, record.Evaluation]], str] | None,
-    ) -> None:
-        """Wait for what is under way, and let the first worker write the end of the run. A collective."""
-        assert self.directory is not None
-        self._evaluations.finish(self.log)
-        self._evaluations.report_target(self.step, self.log)
-        if self._checkpointer is not None:
-            self._checkpointer.finish()
-        self._report_checkpoints()
-        self._training.update.bring_weights()
-        scored = self._evaluations.load_best(self.step, self._kept, self.log)
-        if self.log:
-            if export and self._settings.output.save:
-                export(self.directory)
-            last = self._evaluations.last(scored)
-            self.log.progress.say(self._speed.line(self.world.num_workers, self._settings.unit))
-            self.log.write(
-                record.End(step=self.step, seconds=time.monotonic() - self._began, metrics=final_scores(last))
-            )
-            if summary:
-                self.log.progress.say(summary(last))
-        if self._checkpointer is not None:
-            self._checkpointer.upload_run_files()
+        def write_end() -> None:
+            self._evaluations.finish(self.log)
+            self._evaluations.report_target(self.step, self.log)
+            if self._checkpointer is not None:
+                self._checkpointer.finish()
+            self._report_checkpoints()
+            self._training.update.bring_weights()
+            scored = self._evaluations.load_best(self.step, self._kept, self.log)
+            if self.log:
+                if export and self._settings.output.save:
+                    export(directory)
+                last = self._evaluations.last(scored)
+                seconds, scores = time.monotonic() - self._began, final_scores(last)
+                self.log.progress.say(self._speed.line(self.world.num_workers, self._settings.unit))
+                self.log.write(record.End(step=self.step, seconds=seconds, metrics=scores))
+                if summary:
+                    self.log.progress.say(summary(last))
+            if self._checkpointer is not None:
+                self._checkpointer.upload_run_files()
+
+        self.workers.together(write_end)
+        return EXIT_OK
 
     # ---- inside -----------------------------------------------------------------------------------------
 

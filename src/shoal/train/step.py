@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
+from shoal.decide.batch import BatchPlan
 from shoal.decide.rng import GOLDEN, Stream, random_keys
 from shoal.errors import RetryStep, UsageError
 from shoal.optim.moments import parameters_of
@@ -115,6 +116,10 @@ class Workers:
         is an error.
         """
         return action()
+
+    def shares(self, batch: BatchPlan) -> tuple[int, ...]:
+        """Return the samples of each worker in a step, by rank; empty: equal parts."""
+        return ()
 
     def survive(self) -> AbstractContextManager[None]:
         """Return a context for what comes before a step; one that has lost a worker ends early."""
