@@ -73,9 +73,13 @@ _any = random.SystemRandom()
 
 
 def fork_process(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
-    """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon."""
+    """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon.
+
+    Its environment is that of the server, which began with the first such process; settings of S3 are new.
+    """
     start_server()
-    process = _context.Process(target=_begin, args=(function, args), daemon=daemon)
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    process = _context.Process(target=_begin, args=(function, args, settings), daemon=daemon)
     process.start()
     return process
 
@@ -93,9 +97,12 @@ def start_server() -> None:
             os.environ["PYTHONPATH"] = given
 
 
-def _begin(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _begin(function: Callable[..., None], args: tuple[Any, ...], settings: dict[str, str]) -> None:
     import torch
 
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        del os.environ[name]
+    os.environ.update(settings)
     torch.set_num_threads(1)  # renews torch 2.11's pool, for which autograd's threads race after a fork
     function(*args)
 

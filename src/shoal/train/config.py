@@ -48,12 +48,11 @@ class LoopConfig:
     max_nonfinite_steps: int = 5
     """Stop after this many consecutive steps whose loss is not finite."""
     shard_optimizer: bool = False
-    """Divide the optimizer's state over the data-parallel workers (ZeRO-1): each updates its own parameters
-    and sends them to the others. The same bits, with less memory and one more pass of the weights through the
-    network."""
+    """Divide the optimizer's state over the data-parallel workers (ZeRO-1): the same bits with less memory,
+    and one more pass of the weights through the network."""
     overfit_steps: int = 0
-    """Train on the data of the first N steps over and over: to see whether the model can learn it, or how
-    fast steps are without their input; 0: on all data."""
+    """Train on the data of the first N steps over and over, to see whether the model can learn it; 0: on all
+    data."""
 
     def __post_init__(self) -> None:
         require_positive("train", self, "max_nonfinite_steps")
@@ -92,8 +91,8 @@ class RunOutputConfig:
     keep_checkpoints: int = 3
     """Number of most recent checkpoints to keep."""
     upload_to: str | None = None
-    """s3:// or gs://BUCKET/PREFIX to which checkpoints, settings and the record are copied beside training; a
-    run directory without newer ones continues from there."""
+    """s3:// or gs://BUCKET/PREFIX to which checkpoints and the record are copied beside training; a run
+    directory without newer ones continues from there."""
     save: bool = True
     """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
     keep_best: str | None = None

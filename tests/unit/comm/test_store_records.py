@@ -24,7 +24,7 @@ PEER = {
     "host": "a", "address": "10.0.0.1", "port": 4000, "global_rank": 0, "pid": 7, "node": "a", "network": "x",
     "key": "0123456789abcdef" * 4,
 }  # fmt: skip
-HELPER = {"address": "10.0.0.2", "port": 7070, "name": "10.0.0.2:7070", "bandwidth": 0.0}
+HELPER = {"address": "10.0.0.2", "port": 7070, "name": "10.0.0.2:7070", "bandwidth": 0.0, "key": ""}
 SETTINGS = {"helpers": [HELPER], "options": {}, "connections": 0, "segment": "shoal-7-0a", "secret": "0" * 64}
 
 
@@ -66,7 +66,8 @@ def test_wrong_fields_of_a_peer_are_named(field: str, value: object) -> None:
         ("segment", "/etc/passwd"), ("segment", "shoal-../x"), ("segment", "shoal-" + "0" * 65),
         ("secret", "0" * 63), ("secret", None), ("helpers", {}), ("helpers", [{**HELPER, "port": -1}]),
         ("helpers", [{**HELPER, "bandwidth": -1.0}]), ("helpers", [7]),
-        ("helpers", [{**HELPER, "bandwidth": float("nan")}]), ("unknown", 0),
+        ("helpers", [{**HELPER, "bandwidth": float("nan")}]), ("helpers", [{**HELPER, "key": "0" * 63}]),
+        ("unknown", 0),
     ],
 )  # fmt: skip
 def test_wrong_fields_of_the_rules_are_named(field: str, value: object) -> None:

@@ -228,7 +228,8 @@ def test_evaluations_and_checkpoints_are_those_of_the_preset() -> None:
     forward_s = (
         256 / 2 * part.workload.forward_flops / part.achieved_flops
     )  # of 2,048 sequences on 16 devices
-    each_s = forward_s + KERNEL_S * part.workload.num_kernels / 3
+    passes = math.ceil(2_048 / 16 / found.layouts[0].micro_batch)
+    each_s = forward_s + passes * KERNEL_S * part.workload.num_kernels / 3
     assert found.runs[0].evaluations_s == pytest.approx(1_000_000 / 5_000 * each_s)
     phases = workloads.plan("bert-large", "1xp4d.24xlarge")[0]
     counts = [
