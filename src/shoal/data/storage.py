@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from shoal.data.manifest import MANIFEST, PreparedManifest, ShardFile, map_file
 from shoal.data.objects import DEADLINE_S, Objects, scheme_of
-from shoal.data.objects_obstore import ObstoreObjects
-from shoal.data.objects_s3 import S3Objects
 
 _NUM_AT_ONCE = 8
 """Small files that are fetched concurrently."""
@@ -114,5 +112,10 @@ def open_objects(location: Path | str, *, deadline_s: float = DEADLINE_S) -> Obj
     Raises:
         UsageError: no bucket is named, or the library for it is not installed.
     """
-    kind = S3Objects if scheme_of(location) == "s3" else ObstoreObjects
-    return kind(str(location), deadline_s)
+    if scheme_of(location) == "s3":
+        from shoal.data.objects_s3 import S3Objects
+
+        return S3Objects(str(location), deadline_s)
+    from shoal.data.objects_obstore import ObstoreObjects
+
+    return ObstoreObjects(str(location), deadline_s)
