@@ -85,7 +85,7 @@ class RunOutputConfig:
     dir: Path | None = None
     """Run directory; default: runs/NAME. The same directory continues the run."""
     log_frequency: int = 50
-    """Steps between log lines; if the output is not a terminal, it shows one every 15 s."""
+    """Steps between log lines; without a terminal, one every 15 s is shown."""
     checkpoint_frequency: int = 5_000
     """Steps between checkpoints."""
     keep_checkpoints: int = 3
@@ -96,8 +96,8 @@ class RunOutputConfig:
     save: bool = True
     """Write checkpoints, and the trained model at the end; a run without them cannot be resumed."""
     keep_best: str | None = None
-    """Score, such as lm_loss or f1, whose best checkpoint is kept, exported at the end, and taken wherever
-    the run is named as a model; SCORE:min or SCORE:max where the name does not say which is better."""
+    """Score, such as lm_loss or f1, whose best checkpoint is kept, exported at the end, and taken where
+    the run is named as a model; SCORE:min or SCORE:max if its name does not say which is better."""
     patience: int = 0
     """With keep-best: evaluations in a row without a better score after which the run ends; 0: it goes on."""
     until: str | None = None
@@ -268,8 +268,8 @@ class ServersConfig:
     workers; bounded: those of wait-for workers, or stale ones; async (experimental): each on arrival; local:
     the changes of local steps (DiLoCo)."""
     replicas: Literal[1, 2] = 1
-    """Copies of weights on servers; with 2, workers keep a copy of the helper hosts' weights, and the loss of
-    a helper does not change the result."""
+    """Copies of weights on servers; with 2, workers keep one of the helper hosts' weights, and losing a
+    helper changes no result."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """Mode sync: format in which servers return weights. bf16 halves these bytes: forward passes use rounded
     weights, servers and checkpoints have float32."""
