@@ -96,11 +96,12 @@ def run(
 
 
 def seconds_after(results: Sequence[Any], survivor: int) -> float:
-    """Return how long after the loss the next step of a survivor had ended."""
+    """Return how long after the loss the first step of fewer workers had ended at a survivor."""
     result = results[survivor]
     if result is None:
         sys.exit(f"worker {survivor} failed")
-    return float(min(end for end in result["ends"] if end > result["lost"]) - result["lost"])
+    steps = zip(result["ends"], result["sizes"], strict=True)
+    return float(min(end for end, size in steps if size < result["sizes"][0]) - result["lost"])
 
 
 def seconds_after_signal(number: signal.Signals, patience_s: float = 30.0) -> float:
