@@ -1,4 +1,4 @@
-"""How well one publication predicts another one's equal run: an error that no plan can be expected to beat.
+"""Measure how well a publication predicts the equal run of another: the least error to expect of a plan.
 
 Two rows are equal if model, accelerator, hosts, devices and global batch are, and the devices of the smallest
 scale of their families, which the planner is given. The speed-up of one is then a prediction of the other's,

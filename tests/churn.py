@@ -106,7 +106,7 @@ def train(folder: Path, port: int, number: int, rank: int, size: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a churn."""
+    """Counts, sizes and digests of a churn."""
 
     num_steps: int
     num_kills: int

@@ -52,7 +52,7 @@ FAULTS = {
 }
 """Kinds, and how often they come beside the others."""
 GIVES_BACK_S = 40.0
-"""What a process has is no leak before: the connections of a host that was cut off end after 30 s."""
+"""Seconds before open files count as a leak: the connections of a host that was cut off end after 30 s."""
 MOST_FILES, MOST_THREADS, MOST_MIB = 8, 1, 64
 """More than at the beginning that a process may have."""
 

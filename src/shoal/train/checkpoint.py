@@ -97,7 +97,7 @@ class _Pending:
     step: int
     path: Path = Path()
     location: str = ""
-    """Where it is complete, if not at ``path``."""
+    """Location of the complete checkpoint, if not ``path``."""
     requested: float = field(default_factory=time.monotonic)
     thread: threading.Thread | None = None
     blocked_s: float = 0.0
