@@ -31,6 +31,8 @@ _LENGTHS = ("max_seq_length", "input_length", "block_length")
 """Settings of ``data`` with the tokens of a sample."""
 _FEWEST_LINES = 4
 """Lines of a run's record about steps, of which the first half warms up."""
+_COMPUTATION = ("forward", "backward", "pipeline", "optimizer")
+"""Parts of a step; a runner of stages, even of one, has forward and backward in one."""
 _SAME_MODEL = 0.02
 """Two counts of a model's parameters differ by less: heads and position tables are counted differently."""
 _ABOVE_THE_NIC = 1.25
@@ -171,7 +173,7 @@ def measured_run(path: Path) -> MeasuredTrain:
     data, which a plan adds for its own network. It is the median of the later half of the lines.
 
     Raises:
-        UsageError: no run is there, it has too few steps, or its model is divided into stages.
+        UsageError: no run is there, it has too few steps, or its model is divided over workers.
     """
     start: Start | None = None
     computed: list[float] = []
@@ -182,16 +184,17 @@ def measured_run(path: Path) -> MeasuredTrain:
         elif isinstance(row, Phase):
             length, computed = row.sequence_length, []
         elif isinstance(row, Step):
-            computed.append(sum(row.parts_s[part] for part in ("forward", "backward", "optimizer")))
+            computed.append(sum(row.parts_s.get(part, 0.0) for part in _COMPUTATION))
     if start is None or len(computed) < _FEWEST_LINES:
         raise UsageError(
             f"--measured {path}: its record has {len(computed)} lines about steps, and {_FEWEST_LINES} are "
             "needed; train longer, or with a smaller --run.log-frequency"
         )
-    if start.config.get("parallel", {}).get("pipeline", 1) > 1:
+    parallel = start.config.get("parallel", {})
+    if any(parallel.get(name, 1) > 1 for name in ("pipeline", "tensor")) or parallel.get("shard"):
         raise UsageError(
-            f"--measured {path} is of a pipeline, whose stages wait for each other: measure with "
-            "`shoal bench train`"
+            f"--measured {path} is of a model in stages or shards, whose workers wait for each other: measure "
+            "with `shoal bench train`"
         )
     lengths = [start.config.get("data", {}).get(name) for name in _LENGTHS]
     num_local = start.num_workers // start.num_hosts

@@ -202,7 +202,10 @@ def beside_plan(run: RecordedRun, figure: str, measured: float | None, text: Cal
 
 
 def planned_seconds(run: RecordedRun) -> str:
-    """Return the planned time of the whole run; beside it the measured time, once the run is finished."""
+    """Return the planned time of the whole run; beside it the measured time, once all its steps are done."""
+    planned = run.start.planned.get("num_steps")
+    if planned is not None and planned != run.start.total_steps:
+        return f"{formatting.duration(run.start.planned['total_s'])} for {planned:,} steps"
     measured = run.seconds if run.state == "finished" else None
     return beside_plan(run, "total_s", measured, formatting.duration)
 

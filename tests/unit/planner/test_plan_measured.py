@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,20 @@ def test_the_planner_gives_the_measured_throughput_back(tmp_path: Path) -> None:
     assert flops == pytest.approx(64 * 3e10 / 0.5, rel=0.1)
 
 
-def run_of(folder: Path, *, num_lines: int = 6, config: dict[str, Any] | None = None) -> Path:
+def run_of(
+    folder: Path,
+    *,
+    num_lines: int = 6,
+    config: dict[str, Any] | None = None,
+    passes: Sequence[str] = ("forward", "backward"),
+) -> Path:
     """A run on two hosts of four devices, whose steps compute for 0.5 s and wait for others 0.2 s."""
     start = Start(
         run="made", recipe="made", command=[], config=config or {}, num_workers=8, num_hosts=2,
         backend="gloo", device="device", precision="fp32", versions={}, num_parameters=100_000_000,
         total_steps=9, global_batch_size=512, micro_batch_size=32, accumulation_steps=2, unit="samples",
     )  # fmt: skip
-    parts = dict.fromkeys(PARTS, 0.0) | {"forward": 0.2, "backward": 0.2, "data": 0.2}
+    parts = dict.fromkeys(PARTS, 0.0) | {"data": 0.2} | dict.fromkeys(passes, 0.4 / len(passes))
     steps = [
         Step(
             step=number, samples=512 * number, loss=1.0, metrics={}, learning_rate=1.0, loss_scale=1.0,
@@ -96,10 +103,13 @@ def test_a_run_tells_what_one_host_computes(tmp_path: Path) -> None:
     instance = hosts(1).instance
     flops = [each.achieved_flops("made", model(), instance) for each in (read, file)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-5)
+    one_stage = read_measured(run_of(tmp_path / "stage", passes=["pipeline"]))  # as T5's
+    assert replace(one_stage, path=read.path) == read
     with pytest.raises(UsageError, match="its record has 3 lines about steps, and 4 are needed"):
         read_measured(run_of(tmp_path / "short", num_lines=3))
-    with pytest.raises(UsageError, match="is of a pipeline, whose stages wait for each other"):
-        read_measured(run_of(tmp_path / "stages", config={"parallel": {"pipeline": 2}}))
+    for name, value in (("pipeline", 2), ("tensor", 2), ("shard", True)):
+        with pytest.raises(UsageError, match="is of a model in stages or shards, whose workers wait"):
+            read_measured(run_of(tmp_path / name, config={"parallel": {name: value}}))
 
 
 def test_files_of_other_recipes_models_and_hardware_are_refused(tmp_path: Path) -> None:

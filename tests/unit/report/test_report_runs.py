@@ -252,7 +252,7 @@ def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps({"best": best}))
     planned = read_planned(file)
     assert (planned["step_s"], planned["num_steps"], planned["dollars_per_h"]) == (3.0, 8, 10.0)
-    begun = replace(records.start(), planned=planned)
+    begun = replace(records.start(), planned=planned, total_steps=8)
     run = load(
         tmp_path / "run", [begun, *steps(1, 2, step_s=1.5, samples_per_s=32.0, peak_memory_bytes=2 << 30)]
     )
@@ -262,6 +262,9 @@ def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
     assert lines["planned throughput"].endswith("50.0 % less")
     assert lines["planned memory"] == "1 GiB; measured 2 GiB, 100.0 % more"
     assert lines["planned time"] == "1 h 00 min" and lines["planned cost"].startswith("10.00 dollars; 0.0")
+    longer = load(tmp_path / "longer", [replace(begun, total_steps=9), *steps(1, 9)])
+    of_longer = {line.name: line.cells[0] for line in tables.facts([longer])}
+    assert of_longer["planned time"] == "1 h 00 min for 8 steps"
     plain = load(tmp_path / "plain", [records.start(), *steps(1, 2)])
     assert "planned step" not in {line.name for line in tables.facts([plain])}
     assert {line.name: line.cells for line in tables.facts([run, plain])}["planned step"][1] == "–"
