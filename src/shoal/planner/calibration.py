@@ -193,8 +193,8 @@ def measured_run(path: Path) -> MeasuredTrain:
     parallel = start.config.get("parallel", {})
     if any(parallel.get(name, 1) > 1 for name in ("pipeline", "tensor")) or parallel.get("shard"):
         raise UsageError(
-            f"--measured {path} is of a model in stages or shards, whose workers wait for each other: measure "
-            "with `shoal bench train`"
+            f"--measured {path} is of a model in stages or shards, whose workers wait for each other: "
+            "measure with `shoal bench train`"
         )
     lengths = [start.config.get("data", {}).get(name) for name in _LENGTHS]
     num_local = start.num_workers // start.num_hosts
