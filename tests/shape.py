@@ -164,10 +164,17 @@ def print_imports(graph: Graph, plain: Graph, recipes: list[str]) -> None:
 
 
 def print_recipe_names(sources: dict[str, Path], recipes: list[str]) -> None:
-    """Print where code outside a recipe's script has its name as a text."""
-    print("\ntexts that name a recipe, outside its script:")
+    """Print where code outside a recipe's script has its name as a text.
+
+    Models are left out: transformers' model types and the names of networks are texts there.
+    """
+    print("\nfiles that name a recipe by a text, outside its script:")
     for module, path in sources.items():
-        if path.suffix == ".pyi" or module.removeprefix("shoal.recipes.") in recipes:
+        if (
+            path.suffix == ".pyi"
+            or unit_of(module) == "models"
+            or module.removeprefix("shoal.recipes.") in recipes
+        ):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         hidden = set(map(id, texts(tree)))

@@ -28,6 +28,11 @@ def input_names(sizes: Mapping[str, Any]) -> list[str]:
     return ["input_ids", "attention_mask", *segments]
 
 
+def is_t5(sizes: Mapping[str, Any]) -> bool:
+    """Return whether a config.json of transformers is a T5's, whose tokenizer has no tokens for classes."""
+    return bool(sizes.get("model_type") == "t5")
+
+
 def num_positions(sizes: Mapping[str, Any]) -> int | None:
     """Return the most tokens of a sequence by a model's config.json; none of a model without a limit (T5)."""
     positions: int | None = sizes.get("max_position_embeddings")

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------------------------------------- config
 
-PRESETS = finetuning.PRESETS
+PRESETS = ("bert", "albert", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)

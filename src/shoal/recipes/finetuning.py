@@ -53,8 +53,6 @@ START = "start"
 
 # ------------------------------------------------------------------------------------------------- config
 
-PRESETS = ("bert", "albert", "tiny")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:

@@ -29,6 +29,7 @@ from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
 from shoal.recipes.prepared_text import (
     PreparedTextConfig,
     keep_tokenizer,
+    kept_tokenizer,
     open_shards,
     read_manifest,
     write_synthetic_text,
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
     from shoal.data.manifest import Manifest
     from shoal.data.text.blocks import BlockReader
+    from shoal.data.text.conversations import ChatTokenizer
     from shoal.models.causal import CausalLM
     from shoal.pipelining.runtime import Pipeline
     from shoal.recipes.divided import Divided
@@ -647,8 +649,22 @@ def tokenizer_files(tokenizer: "Tokenizer", end_id: int, max_length: int) -> dic
     )
 
 
-class use(Use):
-    """Exports checkpoints."""
+class CausalUse(Use):
+    """Opens the checkpoints of a recipe, for `shoal predict lm` and `shoal evaluate lm`."""
+
+    @classmethod
+    def open_checkpoint(cls, source: Path) -> "tuple[CausalLM, Tokenizer, int]":
+        """Return the model of a checkpoint, its tokenizer and its end token."""
+        raise NotImplementedError
+
+    @classmethod
+    def chat_tokenizer(cls, source: Path) -> "ChatTokenizer | None":
+        """Return the tokenizer of a checkpoint with its chat template, if it has one."""
+        return None
+
+
+class use(CausalUse):
+    """Opens and exports checkpoints."""
 
     export_folder = TRANSFORMERS
 
@@ -659,6 +675,18 @@ class use(Use):
         out = out or run / f"{TRANSFORMERS}-{step}"
         write_export(model.to(dtype), description_in(run), out)
         return out
+
+    @classmethod
+    def open_checkpoint(cls, source: Path) -> "tuple[CausalLM, Tokenizer, int]":
+        from tokenizers import Tokenizer, processors
+
+        from shoal.data.manifest import Manifest
+
+        run = find_run(source, "--model")
+        model, _ = read_checkpoint(source)
+        tokenizer = Tokenizer.from_file(str(kept_tokenizer(run)))
+        tokenizer.post_processor = processors.Sequence([])  # as the tokenizer of an export
+        return model, tokenizer, Manifest.load(description_in(run)).sep_id
 
 
 def read_checkpoint(source: Path) -> "tuple[CausalLM, int]":

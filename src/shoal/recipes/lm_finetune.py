@@ -24,13 +24,14 @@ from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import DryRun, Sample, Use, finetuning, lm, run_script
+from shoal.recipes import DryRun, Sample, finetuning, lm, run_script
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneRunConfig, SourceConfig
-from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, find_run
+from shoal.recipes.model_source import ADAPTER, MODEL_CONFIG, TRANSFORMERS, find_run
 from shoal.train.config import load_toml, required
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------- config
 
 PRESETS = ("full", "lora", "tiny")
-
-ADAPTER = "adapter"
-"""Folder of the run directory with the adapters at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -454,8 +452,22 @@ def write_exports(
         save(ExportedModel(weights=adapters.merge()), directory / TRANSFORMERS, tokenizer=files)
 
 
-class use(Use):
-    """Has no command of its own: `shoal predict lm` and `evaluate lm` use exports and checkpoints."""
+class use(lm.CausalUse):
+    """Opens checkpoints with their adapters merged."""
+
+    @classmethod
+    def open_checkpoint(cls, source: Path) -> "tuple[CausalLM, Tokenizer, int]":
+        from tokenizers import Tokenizer
+
+        from shoal.models.causal import CausalLM, end_ids
+
+        weights, chat = read_checkpoint(source)
+        tokenizer = Tokenizer.from_file(str(chat.directory / "tokenizer.json"))
+        return CausalLM(weights), tokenizer, end_ids(weights)[0]
+
+    @classmethod
+    def chat_tokenizer(cls, source: Path) -> "ChatTokenizer":
+        return tokenizer_of(source)
 
 
 def read_checkpoint(source: Path) -> "tuple[PreTrainedModel, ChatTokenizer]":

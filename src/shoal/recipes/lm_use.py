@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shoal.data.text.corpus import Format, find_files
 from shoal.errors import UsageError, require_positive
-from shoal.recipes import Row, Use, lm, lm_finetune
-from shoal.recipes.model_source import MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model, recipe_of
-from shoal.recipes.prepared_text import PreparedTextConfig, kept_tokenizer, read_manifest
+from shoal.recipes import Row, Use, lm, use_of
+from shoal.recipes.model_source import ADAPTER, MODEL_CONFIG, TRANSFORMERS, ModelSource, find_model, recipe_of
+from shoal.recipes.prepared_text import PreparedTextConfig, read_manifest
 from shoal.recipes.using import EvaluateConfig, PredictConfig, check_files
 from shoal.train.config import required
-from shoal.train.run_dir import description_in
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------------------------------------- settings
 
 _BLOCK_LENGTH = 1_024
-_RECIPES = ("lm", "lm_finetune")
-_ADAPTER = "adapter"
-"""Folder of a finetuning's run with its adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +161,7 @@ def _messages(value: object) -> "tuple[Message, ...]":
 
 def refuse_adapters(path: Path) -> None:
     """Raise a :class:`UsageError` where ``path`` has adapters without the model that they belong to."""
-    for folder in (path, path / _ADAPTER):
+    for folder in (path, path / ADAPTER):
         if (folder / "adapter_config.json").is_file() and not (path / TRANSFORMERS / MODEL_CONFIG).is_file():
             raise UsageError(
                 f"--model {path} has adapters alone, since the finetuning had --lora.no-merge: merge them "
@@ -175,6 +171,21 @@ def refuse_adapters(path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- use
+
+
+def use_of_run(source: ModelSource) -> type[lm.CausalUse]:
+    """Return how the checkpoints of a run are opened.
+
+    Raises:
+        UsageError: it trains no causal language model.
+    """
+    use = use_of(recipe := recipe_of(required(source.run)))
+    if use is None or not issubclass(use, lm.CausalUse):
+        raise UsageError(
+            f"--model {source.path} is of a run of {recipe}, and not of `shoal train lm` or `shoal "
+            "finetune lm`"
+        )
+    return use
 
 
 class use(Use):
@@ -187,10 +198,8 @@ class use(Use):
     def find(cls, path: Path) -> ModelSource:
         refuse_adapters(path)
         source = find_model(path)
-        if source.checkpoint is not None and (recipe := recipe_of(required(source.run))) not in _RECIPES:
-            raise UsageError(
-                f"--model {path} is of a run of {recipe}, and not of `shoal train lm` or `shoal finetune lm`"
-            )
+        if source.checkpoint is not None:
+            use_of_run(source)
         return source
 
     def read_model(self) -> None:
@@ -351,8 +360,8 @@ class use(Use):
         from shoal.models.directory import resolve
 
         source = self.find(self.settings.model)
-        if source.checkpoint is not None and recipe_of(required(source.run)) == "lm_finetune":
-            return lm_finetune.tokenizer_of(source.checkpoint)
+        if source.checkpoint is not None and (chat := use_of_run(source).chat_tokenizer(source.checkpoint)):
+            return chat
         if source.directory is None:
             raise UsageError(f"--chat: --model {source.path} has no chat template; finetune it on messages")
         return ChatTokenizer(resolve(source.directory))
@@ -416,22 +425,14 @@ def read_causal(source: ModelSource) -> "tuple[CausalLM, Tokenizer, int]":
         UsageError: it is no causal language model, has no tokenizer.json, or names no end token.
         ShoalError: its files are damaged.
     """
-    from tokenizers import Tokenizer, processors
+    if source.checkpoint is not None:
+        return use_of_run(source).open_checkpoint(source.checkpoint)
 
-    from shoal.data.manifest import Manifest
+    from tokenizers import Tokenizer
+
     from shoal.models.causal import CausalLM, end_ids, open_causal
     from shoal.models.directory import resolve
 
-    if source.checkpoint is not None and recipe_of(required(source.run)) == "lm_finetune":
-        weights, chat = lm_finetune.read_checkpoint(source.checkpoint)
-        tokenizer = Tokenizer.from_file(str(chat.directory / "tokenizer.json"))
-        return CausalLM(weights), tokenizer, end_ids(weights)[0]
-    if source.checkpoint is not None:
-        run = required(source.run)
-        model, _ = lm.read_checkpoint(source.checkpoint)
-        tokenizer = Tokenizer.from_file(str(kept_tokenizer(run)))
-        tokenizer.post_processor = processors.Sequence([])  # as the tokenizer of an export
-        return model, tokenizer, Manifest.load(description_in(run)).sep_id
     directory = resolve(required(source.directory))
     model, file = CausalLM(open_causal(directory)), directory / "tokenizer.json"
     if not file.is_file():

@@ -23,7 +23,7 @@ from shoal.recipes.prepared_text import (
     tokenizer_files,
     write_synthetic_text,
 )
-from shoal.recipes.squad import SQUAD_SCORES, ShortFinetuneConfig, SquadConfig
+from shoal.recipes.squad import SQUAD_SCORES, SQUAD_SPLIT, ShortFinetuneConfig, SquadConfig
 from shoal.train.config import (
     DistributedConfig,
     LoopConfig,
@@ -118,7 +118,7 @@ class MaskedLMConfig:
         """The names of the scores in the record, by split."""
         tasks = ("mlm", self.sentence_task)
         names = tuple(f"{task}_{score}" for task in tasks if task for score in ("loss", "accuracy"))
-        return {"validation": names, **({"squad": SQUAD_SCORES} if self.finetune.at else {})}
+        return {"validation": names, **({SQUAD_SPLIT: SQUAD_SCORES} if self.finetune.at else {})}
 
     def check_common(self, total_steps: int, *sequence_lengths: tuple[str, int]) -> None:
         """Check the settings of both recipes; ``sequence_lengths`` are (section, tokens).
@@ -324,7 +324,7 @@ def scored_by_finetuning(
         write_export(model, text.tokenizer_file, directory)
 
     def is_due() -> bool:
-        return run.step in config.finetune.at and run.lacks_scores("squad")
+        return run.step in config.finetune.at and run.lacks_scores(SQUAD_SPLIT)
 
     for step in steps:
         if is_due():

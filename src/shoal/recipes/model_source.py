@@ -20,6 +20,8 @@ MODEL_CONFIG = "config.json"
 """File of an exported model, beside its weights."""
 TRANSFORMERS, NETWORK = "transformers", "model"
 """Folders of a run directory with the model at its end: of a language model, of a network for images."""
+ADAPTER = "adapter"
+"""Folder of a run directory with the adapters at its end."""
 
 Kind = Literal["run", "checkpoint", "export", "hub"]
 KINDS: dict[Kind, str] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from shoal.errors import UsageError
-from shoal.models.text_config import EncoderConfig, input_names, num_positions
+from shoal.models.text_config import EncoderConfig, input_names, is_t5, num_positions
 from shoal.recipes.shard_cache import CachedDataConfig
 from shoal.train.config import REQUIRED, required
 
@@ -188,7 +188,7 @@ def tokenizer_files(
 
     sizes = model.weights.config.to_dict()
     roles = {role: role for role in SPECIAL_TOKENS}
-    if sizes["model_type"] == "t5":
+    if is_t5(sizes):
         roles = {"eos": "sep", "pad": "pad", "unk": "unk"}
         tokenizer = with_end(tokenizer, sizes["eos_token_id"])
     length = required(num_positions(sizes) or max_length)

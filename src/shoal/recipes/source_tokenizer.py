@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import UsageError
+from shoal.models.text_config import is_t5
 from shoal.recipes.model_source import MODEL_CONFIG, read_model_config, read_object
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def read_source_tokenizer(directory: Path) -> Tokenizer:
             "trained with, e.g. by its save_pretrained"
         )
     config = read_model_config(directory)
-    if config.get("model_type") == "t5":
+    if is_t5(config):
         tokenizer = read_tokenizer(file, lowercase=False, needs=("sep", "pad", "unk"))
     else:
         path = directory / "tokenizer_config.json"  # without one as BERT's and ALBERT's do by default

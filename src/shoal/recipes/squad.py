@@ -56,11 +56,13 @@ if TYPE_CHECKING:
 PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
 """Files of the run directory with the answers of the last evaluation, and their scores."""
 SQUAD_SCORES = ("exact_match", "f1")
+SQUAD_SPLIT = "squad"
+"""Split of the record with the scores of a model that is being pretrained."""
 """Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 
 # ------------------------------------------------------------------------------------------------- config
 
-PRESETS = finetuning.PRESETS
+PRESETS = ("bert", "albert", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +374,7 @@ def score_pretraining(config: SquadConfig, write: Callable[[Path], None], run: "
         return False
     path = required(config.data.eval)
     held_out = read_squad(path, purpose="evaluate", bad=config.data.counter(path))
-    run.evaluation("squad", scores, num_samples=len(held_out.questions))
+    run.evaluation(SQUAD_SPLIT, scores, num_samples=len(held_out.questions))
     return True
 
 
