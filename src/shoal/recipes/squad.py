@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 PREDICTIONS, NBEST, NULL_ODDS, SCORES = "predictions.json", "nbest.json", "null_odds.json", "scores.json"
 """Files of the run directory with the answers of the last evaluation, and their scores."""
 SQUAD_SCORES = ("exact_match", "f1")
+"""Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 SQUAD_SPLIT = "squad"
 """Split of the record with the scores of a model that is being pretrained."""
-"""Scores of SQuAD, in percent; in 2.0 the first is called exact."""
 
 # ------------------------------------------------------------------------------------------------- config
 
