@@ -34,7 +34,7 @@ from shoal.models.encoder import full_sequences
 from shoal.models.step_memory import TYPES, FusedAttention, autocast_on, replace_weights
 from shoal.planner.hardware import Catalog
 from shoal.recipes import Sample, script
-from shoal.recipes.memory import memory_of
+from shoal.recipes.memory import memory_of, part_of
 from shoal.recipes.workloads import preset_settings
 
 CASES = (
@@ -48,9 +48,11 @@ CASES = (
     ("lm", "gpt2-124m", 8),
     ("lm", "llama-1b", 1),
     ("resnet50", "imagenet-16k", 64),
+    ("lm", "tiny", 64, 2),
+    ("lm", "llama-1b", 1, 8),
 )
-"""Recipe, preset and samples of a micro-batch."""
-QUICK = (("albert", "tiny", 8), ("t5", "tiny", 8))
+"""Recipe, preset, samples of a micro-batch, and the workers that divide each layer if there are any."""
+QUICK = (("albert", "tiny", 8), ("t5", "tiny", 8), ("lm", "tiny", 8, 2))
 TARGET = 0.1
 DEVICE = torch.device("cuda:0")
 HOST = Catalog().machines("1xp5.48xlarge")
@@ -99,17 +101,22 @@ def keyed(sample: Sample, model: nn.Module, inputs: Mapping[str, Any], num_sampl
         return loss
 
 
-def measure(recipe: str, preset: str, num_samples: int, precision: str) -> tuple[float, float]:
+def measure(
+    recipe: str, preset: str, num_samples: int, precision: str, tensor: int = 1
+) -> tuple[float, float]:
     """Return the planned and the tracked bytes of a worker."""
     config = preset_settings(recipe, preset)
     config = replace(config, train=replace(config.train, precision=precision))
+    if tensor > 1:
+        config = replace(config, parallel=replace(config.parallel, tensor=tensor))
     sample: Sample = script(recipe).sample(config)
     num_samples = max(num_samples, sample.num_samples) // sample.num_samples * sample.num_samples
     batch = BatchPlan(
         global_batch_size=num_samples, num_workers=1, micro_batch_size=num_samples, accumulation_steps=1
     )
     planned = memory_of(sample, config, batch, HOST)
-    return planned.total_bytes, tracked_bytes(sample, num_samples, precision, planned.optimizer_bytes)
+    part = part_of(sample, tensor)
+    return planned.total_bytes, tracked_bytes(part, num_samples, precision, planned.optimizer_bytes)
 
 
 def with_claimed_gpu() -> None:
@@ -134,17 +141,18 @@ def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--recipe", help="only the configurations of this one")
     bench = Benchmark("plan_memory", options=options)
-    for recipe, preset, samples in QUICK if bench.quick else CASES:
+    for recipe, preset, samples, *divided in QUICK if bench.quick else CASES:
         if bench.args.recipe not in (None, recipe):
             continue
         for precision in ("fp32", "bf16"):
-            planned, tracked = measure(recipe, preset, samples, precision)
+            planned, tracked = measure(recipe, preset, samples, precision, *divided)
+            name = f"{recipe}-{preset}{f' over {divided[0]} workers' if divided else ''}"
             print(
-                f"{recipe}-{preset} {precision}: {planned / 2**30:.3f} of {tracked / 2**30:.3f} GiB",
+                f"{name} {precision}: {planned / 2**30:.3f} of {tracked / 2**30:.3f} GiB",
                 flush=True,
             )
             bench.limit(
-                f"{recipe}-{preset}, {samples} samples, {precision}: error of the memory",
+                f"{name}, {samples} samples, {precision}: error of the memory",
                 [abs(planned / tracked - 1)],
                 TARGET,
                 unit="",

@@ -79,11 +79,11 @@ def footprint_of(
     num_micro_batches: int,
     replicas: int,
     precision: str,
-    gathered: float = 1.0,
 ) -> Footprint:
     """Return the memory of the fullest device of a layout.
 
-    In a pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
+    Where tensors are divided, the workload has the :attr:`~shoal.decide.workload.Workload.parts`. In a
+    pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
     activations of up to p micro-batches of its 1 / p of the layers.
 
     Args:
@@ -91,23 +91,22 @@ def footprint_of(
         num_micro_batches: per replica and step.
         replicas: among which the optimizer's state, or all of the state, is divided.
         precision: of the activations that are kept for the backward pass.
-        gathered: share of a device's parameters that are whole at a time where they are sharded.
     """
-    held = workload.num_parameters * fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
-    held /= layout.tensor
+    own = workload if layout.tensor == 1 else workload.parts[layout.tensor]
+    held = own.num_parameters * fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
     trained = held * workload.trainable
     # Sharded parameters and gradients are whole at times, beside their shard.
     beside = 1 / replicas if layout.shard else 0.0
-    whole = gathered if layout.shard else 1.0
+    whole = workload.gathered if layout.shard and layout.stages == 1 else 1.0
     owned = beside or (workload.owned(replicas) if layout.sharded_optimizer else 1.0)
     has_kernels = layout.stages == 1 or not workload.explicit_stages
-    kept = workload.activations["fp16" if precision == "bf16" and not has_kernels else precision]
+    kept = own.activations["fp16" if precision == "bf16" and not has_kernels else precision]
     num_samples = micro_batch * min(layout.stages, num_micro_batches)
     return Footprint(
         weights_bytes=round(4 * held * (whole + beside)),
         gradients_bytes=round(4 * trained * (whole + beside)),
         optimizer_bytes=round(owned * workload.state_bytes * trained),
-        activations_bytes=kept.of(num_samples, 1 / layout.per_replica),
+        activations_bytes=kept.of(num_samples, 1 / (layout.context * layout.stages)),
     )
 
 

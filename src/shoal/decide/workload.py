@@ -17,6 +17,9 @@ MOMENTUM_BYTES = 22.0
 """Memory traffic per parameter of SGD with momentum in mixed precision: gradient, weight and momentum read,
 both written, in fp32, and the 16-bit copy."""
 
+WIDTHS = (2, 4, 8)
+"""Workers over which a plan divides each layer: few, since their sums cross the links of a host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -28,6 +31,28 @@ class Layer:
     pass arrives there."""
     forward_flops: float
     """Per sample; an addition and a multiplication count as two."""
+
+
+def gathered_share(num_parameters: int, blocks: Sequence[int]) -> float:
+    """Return the share of the parameters that are whole at a time in shards: of two blocks, and of none.
+
+    Args:
+        blocks: parameters of each block that is gathered alone.
+
+    Example:
+        >>> gathered_share(100, [20, 20, 20, 30])
+        0.6
+    """
+    return 1 - sum(sorted(blocks)[:-2]) / num_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPart:
+    """Memory of one of the workers that divide each layer among them."""
+
+    num_parameters: int
+    activations: Mapping[str, Activations]
+    """By precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +88,10 @@ class Workload:
     """Share of the parameters that have gradients (LoRA trains few)."""
     weight_sizes: tuple[tuple[int, int], ...] = ()
     """(numbers in a weight, weights of this size) of those that have gradients; empty: each layer has one."""
+    parts: Mapping[int, LayerPart] = field(default_factory=dict, hash=False)
+    """By the number of workers that divide each layer; empty: layers cannot be divided."""
+    gathered: float = 1.0
+    """Share of the parameters that are whole at a time where all are sharded."""
     equal_shares: bool = False
     """All workers need parts of one size, as the stages of a pipeline do."""
     explicit_stages: bool = False

@@ -97,14 +97,14 @@ class Workers:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         group = mesh.get_group()
-        self.mesh, self.group, self.rank = mesh, str(group.group_name), mesh.get_local_rank()
+        self.group, self.rank, self.size = str(group.group_name), mesh.get_local_rank(), mesh.size()
         self._last: tuple[weakref.ref[Tensor], weakref.ref[Tensor], bool] | None = None
         _groups[self.group] = group
 
     def sizes(self, size: int) -> list[int]:
         """Return the sizes of the parts of a dimension, as DTensor divides it."""
-        most = -(-size // self.mesh.size())
-        return [min(most, max(0, size - rank * most)) for rank in range(self.mesh.size())]
+        most = -(-size // self.size)
+        return [min(most, max(0, size - rank * most)) for rank in range(self.size)]
 
     def sum(self, value: Tensor) -> Tensor:
         total: Tensor = sum_parts(value, self.group)
@@ -133,6 +133,13 @@ class Workers:
     def part(self, value: Tensor) -> Tensor:
         part: Tensor = take_part(value, self.group, self.sizes(value.shape[-1]), self.rank)
         return part
+
+
+class CountedWorkers(Workers):
+    """Stands for workers whose values are counted and never computed, as the first of them."""
+
+    def __init__(self, size: int) -> None:
+        self.group, self.rank, self.size, self._last = "", 0, size, None
 
 
 class ColumnLinear(nn.Linear):

@@ -8,14 +8,15 @@ and modules compute their parts (:mod:`shoal.models.tensor_layers`).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shoal.errors import UsageError
-from shoal.models.tensor_layers import ColumnLinear, RowEmbedding, RowLinear, Workers
+from shoal.models.tensor_layers import ColumnLinear, CountedWorkers, RowEmbedding, RowLinear, Workers
 
 _STYLES: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, bool]]] = {
     "colwise": (nn.Linear, ColumnLinear, {"joins": False}),
@@ -61,6 +62,34 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     Raises:
         UsageError: transformers has no plan for the model, or one that this does not follow.
     """
+
+    def part(weight: Tensor, dimension: int) -> Tensor:
+        return distribute_tensor(weight, mesh, [Shard(dimension)], src_data_rank=None)
+
+    _divide(model, Workers(mesh), part)
+
+
+def keep_part(model: PreTrainedModel, num_workers: int) -> None:
+    """Keep the weights of the first of ``num_workers`` workers alone, in place: the part is only counted.
+
+    Raises:
+        UsageError: the layers do not divide evenly, or transformers has no plan for them.
+    """
+    check_tensor(model.config, num_workers)
+    workers = CountedWorkers(num_workers)
+
+    def part(weight: Tensor, dimension: int) -> Tensor:
+        return weight.narrow(dimension, 0, workers.sizes(weight.shape[dimension])[0]).clone()
+
+    _divide(model, workers, part)
+
+
+def _divide(model: PreTrainedModel, workers: Workers, part_of: Callable[[Tensor, int], Tensor]) -> None:
+    """Replace the layers of a model by ones with a part of their weights.
+
+    Args:
+        part_of: returns the part of a weight that is divided in a dimension.
+    """
     styles = _chosen(model)
     users: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():
@@ -70,15 +99,14 @@ def divide_layers(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if len(modules) > 1 and not all(_by_rows(styles.get(module)) for module in modules):
             for module in modules:
                 styles.pop(module, None)
-    workers, parts = Workers(mesh), dict[nn.Parameter, nn.Parameter]()
+    parts = dict[nn.Parameter, nn.Parameter]()
     for module, style in styles.items():
         _, kind, options = _STYLES[style]
         for name, parameter in module.named_parameters(recurse=False):
             if kind is RowLinear and name == "bias":
                 continue
             if parameter not in parts:
-                place = [Shard(1 if kind is RowLinear else 0)]
-                part = distribute_tensor(parameter.detach(), mesh, place, src_data_rank=None)
+                part = part_of(parameter.detach(), 1 if kind is RowLinear else 0)
                 parts[parameter] = nn.Parameter(part, parameter.requires_grad)
             module.register_parameter(name, parts[parameter])
         module.__class__ = kind

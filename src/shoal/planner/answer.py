@@ -104,6 +104,10 @@ def command_of(plan: Plan) -> list[str]:
     if layout.stages > 1:
         words += ["--parallel.pipeline", f"{layout.stages}"]
         words += ["--parallel.virtual-stages", f"{layout.virtual}"]
+    if layout.tensor > 1:
+        words += ["--parallel.tensor", f"{layout.tensor}"]
+    if layout.shard:
+        words += ["--parallel.shard"]
     if layout.sharded_optimizer and not training.shard_optimizer:
         words += ["--train.shard-optimizer"]
     if layout.wire_bytes == 2:
@@ -141,7 +145,9 @@ def _best(plan: Plan) -> list[str]:
         f"{share:g} samples, {step.micro_batches} × {share / step.micro_batches:g})",
         f"  gradients          {'fp32' if layout.wire_bytes == 4 else 'bf16'}, buckets of "
         f"{layout.bucket_bytes / 2**20:.0f} MiB",
+        *([f"  layers             over {layout.tensor} devices"] if layout.tensor > 1 else []),
         *([f"  optimizer          sharded over {replicas:,} replicas"] if layout.sharded_optimizer else []),
+        *([f"  state              sharded over {replicas:,} replicas"] if layout.shard else []),
         f"  precision          {_precision(device, part)}",
         f"  memory             {plan.memory}, of {room / 2**30:.0f} GiB",
         f"  basis              {part.basis}",
@@ -269,24 +275,31 @@ def _best_layouts(plans: Sequence[Plan]) -> list[str]:
     lines = [
         "",
         "the best layouts",
-        f"  {'':<3}{'algorithm':<18} {'stages':>6} {'optimizer':>9} {'micro':>6} {'time':>12} {'cost':>10}  "
-        "why",
+        f"  {'':<3}{'algorithm':<18} {'stages':>6} {'tensor':>6} {'sharded':>9} {'micro':>6} {'time':>12} "
+        f"{'cost':>10}  why",
     ]
     for number, plan in enumerate(best_of_each(plans), start=1):
         layout = plan.layouts[0]
         micro = layout.global_batch * layout.per_replica / plan.workers.num_accelerators
         micro /= plan.steps[0].micro_batches
         lines.append(
-            f"  {number}. {layout.algorithm:<18} {layout.stages:>6} "
-            f"{'sharded' if layout.sharded_optimizer else 'whole':>9} {micro:>6.4g} "
+            f"  {number}. {layout.algorithm:<18} {layout.stages:>6} {layout.tensor:>6} "
+            f"{_sharded(layout):>9} {micro:>6.4g} "
             f"{duration(plan.total_s):>12} {_dollars(plan):>10}  {reason(plan, plans[0])}"
         )
     return lines
 
 
 def best_of_each(plans: Sequence[Plan], count: int = 5) -> list[Plan]:
-    """Return the best ``count`` plans that differ in algorithm, stages or sharding of the optimizer."""
-    return _firsts(plans, lambda layout: (layout.algorithm, layout.stages, layout.sharded_optimizer))[:count]
+    """Return the best ``count`` plans that differ in algorithm, stages, width of tensors or sharding."""
+    return _firsts(plans, lambda layout: (layout.algorithm, layout.stages, layout.tensor, _sharded(layout)))[
+        :count
+    ]
+
+
+def _sharded(layout: Layout) -> str:
+    """Return what the replicas divide among them."""
+    return "all" if layout.shard else "optimizer" if layout.sharded_optimizer else "nothing"
 
 
 def _firsts(plans: Sequence[Plan], key: Callable[[Layout], object]) -> list[Plan]:

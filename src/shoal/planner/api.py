@@ -139,6 +139,8 @@ def plan(
         start_s=start_s,
         shard_optimizer=bool(preset and preset.shard_optimizer),
         has_stages=preset is None or preset.has_stages,
+        has_shards=preset is None or preset.has_shards,
+        has_tensor=preset is None or preset.has_tensor,
         checkpoint_every_steps=preset.checkpoint_every_steps if preset else CHECKPOINT_EVERY_STEPS,
         validation_hosts=validation_hosts,
         command=() if parts[0].convergence.target else _command(preset, sequence_length),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.decide.footprint import Activations
-from shoal.decide.workload import Layer, Workload
+from shoal.decide.workload import WIDTHS, Layer, LayerPart, Workload, gathered_share
 from shoal.errors import UsageError, import_extra
 from shoal.json_text import parse_json
+from shoal.models.layers import blocks_of
 from shoal.models.profile import StepProfile, profile_step
 from shoal.models.step_memory import TYPES, kept_activations
 from shoal.planner.hardware import shipped
@@ -118,11 +119,21 @@ def _count(
     **fields: Any,
 ) -> Workload:
     profile = profile_step(model.train(), lambda: loss(model, inputs), num_samples=num_samples)
-    kept = {
+    kept = _activations(model, inputs, loss, num_samples)
+    return workload_of_profile(name, profile, kept, **{"weight_sizes": weight_sizes(model), **fields})
+
+
+def _activations(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+    num_samples: int,
+) -> dict[str, Activations]:
+    """Return what the forward pass keeps, by precision."""
+    return {
         precision: kept_activations(model, inputs, loss, num_samples=num_samples, precision=precision)
         for precision in TYPES
     }
-    return workload_of_profile(name, profile, kept, weight_sizes=weight_sizes(model), **fields)
 
 
 def weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:
@@ -150,13 +161,7 @@ def workload_of_entry(name: str, sequence_length: int | None = None) -> Workload
     config = architecture.config_class(**entry["config"], **{entry["length_key"]: length})
     with torch.device("meta"):
         model = architecture(config)
-    trainable = 1.0
-    if rank := entry.get("lora_rank"):
-        hidden = config.hidden_size
-        narrow = hidden * config.num_key_value_heads // config.num_attention_heads
-        adapters = config.num_hidden_layers * rank * (2 * (hidden + hidden) + 2 * (hidden + narrow))
-        trainable = adapters / sum(parameter.numel() for parameter in model.parameters())
-    return _count_text(name, model, length, trainable)
+    return _count_text(name, model, length, entry.get("lora_rank", 0))
 
 
 def workload_of_config(path: Path, sequence_length: int | None = None) -> Workload:
@@ -207,8 +212,13 @@ def _text_model(library: Any, config: Any, path: Path) -> nn.Module:
     raise UsageError(f"hf:{path}: transformers has no model of text of the type {config.model_type!r}")
 
 
-def _count_text(name: str, model: Any, length: int, trainable: float = 1.0) -> Workload:
-    """Count a model of transformers on one sample of text; a decoder gets as many tokens as the encoder."""
+def _count_text(name: str, model: Any, length: int, lora_rank: int = 0) -> Workload:
+    """Count a model of transformers on one sample of text; a decoder gets as many tokens as the encoder.
+
+    Args:
+        lora_rank: of adapters, which are trained while the model's own weights are frozen; 0: none. Kernels
+            and FLOPs are those without them.
+    """
     with torch.device("meta"):
         ids = torch.empty(1, length, dtype=torch.int64)
         mask = torch.empty(1, 1, length, length, dtype=torch.bool)  # without one transformers reads values
@@ -222,14 +232,65 @@ def _count_text(name: str, model: Any, length: int, trainable: float = 1.0) -> W
         return torch.stack([leaf.sum() for leaf in tree_leaves(out.to_tuple()) if leaf.requires_grad]).sum()
 
     relayed = 2.0 * length * model.config.hidden_size
-    return _count(
+    workload = _count(
         name,
         model,
         inputs,
         loss,
         num_samples=1,
         tokens_per_sample=length,
-        trainable=trainable,
         relay_bytes=relayed,
         summed_bytes=4 * model.config.num_hidden_layers * relayed,
+        gathered=gathered_share(_size(model), [_size(block) for block in blocks_of(model)]),
+        parts={
+            number: LayerPart(num_parameters=_size(part), activations=_activations(part, inputs, loss, 1))
+            for number, part in _parts(model, lora_rank)
+        },
     )
+    if not lora_rank:
+        return workload
+    adapted = _with_adapters(copy.deepcopy(model), lora_rank)
+    sizes = weight_sizes(adapted)
+    return replace(
+        workload,
+        activations=_activations(adapted, inputs, loss, 1),
+        trainable=sum(size * count for size, count in sizes) / _size(model),
+        weight_sizes=sizes,
+    )
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _parts(model: Any, lora_rank: int) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the numbers of workers that can divide each layer of a model, and the part of one of them."""
+    from shoal.models.tensor_plan import keep_part
+
+    for number in WIDTHS:
+        part = copy.deepcopy(model)
+        try:
+            keep_part(part, number)
+        except UsageError:
+            continue
+        yield number, _with_adapters(part, lora_rank) if lora_rank else part
+
+
+_ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Freeze the weights of a model on meta, and add adapters to the layers of its attention, in place."""
+    model.requires_grad_(False)
+
+    def adapted(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        added: Tensor = module.lora_b(module.lora_a(inputs[0]))
+        return output + added
+
+    for name, module in list(model.named_modules()):
+        if name.endswith(_ADAPTED):
+            outputs, of_inputs = module.weight.shape
+            module.lora_a = nn.Linear(of_inputs, rank, bias=False, device="meta")
+            module.lora_b = nn.Linear(rank, outputs, bias=False, device="meta")
+            module.register_forward_hook(adapted)
+    return model

@@ -39,6 +39,8 @@ LOCAL, OUT, IN, HELPER_OUT, HELPER_IN = "local", "out", "in", "helper out", "hel
 WITH_HELPERS = "two-hop-helpers"
 ALGORITHMS = ("ring", "hierarchical-ring", "tree", "two-hop", WITH_HELPERS)
 """Algorithms that a training can use."""
+RINGS = ("ring", "hierarchical-ring")
+"""Algorithms that also gather, and scatter sums."""
 TORUS = "torus"
 COMPARED = (*ALGORITHMS, TORUS)
 """Algorithms that predictions compare; the torus is never planned."""

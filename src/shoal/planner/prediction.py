@@ -75,6 +75,10 @@ class Training:
     """The settings divide the optimizer's state over the replicas; else it is divided where it must be."""
     has_stages: bool = True
     """The model can be divided into stages of a pipeline."""
+    has_shards: bool = True
+    """All state can be divided over the replicas."""
+    has_tensor: bool = True
+    """Each layer can be divided, where the workloads have parts."""
     validation_hosts: int = 0
     """Hosts that evaluate beside those that train; the run waits for its last evaluation there."""
     command: tuple[str, ...] = ()

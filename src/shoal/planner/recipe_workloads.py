@@ -6,13 +6,13 @@ They were counted and lie in ``catalog/workloads.json``, so that a plan needs no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
 from shoal.decide.footprint import Activations
-from shoal.decide.workload import Layer, Workload
+from shoal.decide.workload import Layer, LayerPart, Workload
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
 from shoal.planner.convergence import DataSet, Phase
@@ -41,6 +41,10 @@ class Preset:
     shard_optimizer: bool = False
     has_stages: bool = True
     """The recipe can divide its model into stages of a pipeline."""
+    has_shards: bool = True
+    """It can divide all state over the replicas."""
+    has_tensor: bool = True
+    """It can divide each layer, where the workload has parts."""
     evaluation_samples: int = 0
     """Of each evaluation; 0: those of the data set."""
     evaluates_beside: bool = False
@@ -97,13 +101,21 @@ def catalog() -> dict[str, list[Workload]]:
             Layer(name=name, num_parameters=parameters, forward_flops=flops)
             for name, parameters, flops in entry.pop("layers")
         )
-        kept = {
-            precision: Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
-            for precision, (of_sample, of_copies) in entry.pop("activations").items()
+        entry["activations"] = _activations(entry["activations"])
+        entry["parts"] = {
+            int(number): LayerPart(num_parameters=parameters, activations=_activations(kept))
+            for number, (parameters, kept) in entry.get("parts", {}).items()
         }
         entry["weight_sizes"] = tuple((size, count) for size, count in entry["weight_sizes"])
-        workloads.setdefault(entry["name"], []).append(Workload(layers=layers, activations=kept, **entry))
+        workloads.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))
     return workloads
+
+
+def _activations(entry: Mapping[str, list[float]]) -> dict[str, Activations]:
+    return {
+        precision: Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
+        for precision, (of_sample, of_copies) in entry.items()
+    }
 
 
 def _unknown(name: str, lengths: list[int]) -> str:

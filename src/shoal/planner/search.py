@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shoal.decide.batch import StagesConfig
 from shoal.decide.layout import RESERVED, Layout, footprint_of
@@ -12,10 +13,18 @@ from shoal.decide.workload import Workload
 from shoal.errors import UsageError
 from shoal.planner.goal import Aim, Goal
 from shoal.planner.hardware import Instance, Machines, require_accelerators
-from shoal.planner.network import ALGORITHMS, COMPARED, WITH_HELPERS
+from shoal.planner.network import ALGORITHMS, COMPARED, RINGS, WITH_HELPERS
 from shoal.planner.prediction import Part, Plan, Training, predict
 
 _STAGES = (1, 2, 4, 8, 16, 32, 64)
+_MOST_WIDTHS = 2
+"""Widths of tensors that are tried of those that need no stages."""
+Divided = Literal["nothing", "optimizer", "all"]
+_AND_SHARDED: dict[Divided, str] = {
+    "nothing": "",
+    "optimizer": " and a sharded optimizer",
+    "all": " and sharded state",
+}
 _TIED = 1e-3
 """Relative difference below which predictions are equal."""
 
@@ -25,9 +34,11 @@ def layouts_of(
 ) -> list[tuple[Layout, ...]]:
     """Return the layouts that fit, each with one entry per part of the training.
 
-    A model that fits on one device is not split; another is tried with the fewest stages and twice as many.
-    The batch is divided as in ``shoal train``; where its micro-batch does not fit, the largest divisor that
-    does is taken, and the optimizer's state is divided over the replicas (ZeRO-1) if larger ones then fit.
+    A model that fits on one device is not split. Another is tried with the fewest stages and twice as many,
+    with all state in shards over the replicas, and with each layer over the fewest devices of a host and
+    twice as many. The batch is divided as in ``shoal train``; where its micro-batch does not fit, the largest
+    divisor that does is taken, and the optimizer's state is divided over the replicas (ZeRO-1) if larger ones
+    then fit.
 
     Raises:
         UsageError: the batch does not divide, or nothing fits: names the nearest layout and how much memory
@@ -35,19 +46,48 @@ def layouts_of(
     """
     fitting: list[tuple[Layout, ...]] = []
     missing: list[tuple[float, str]] = []
+    num_widths = 0
+    for tensor in _widths(training, workers):
+        shape = _Shape(tensor=tensor, algorithm=algorithm, wire_bytes=wire_bytes)
+        found = _of_width(training, workers, shape, missing)
+        fitting += found
+        of_one_stage = any(first.stages == 1 and not first.shard for first, *_ in found)
+        num_widths += of_one_stage
+        if num_widths == _MOST_WIDTHS or (of_one_stage and tensor == 1):
+            break
+    if not fitting:
+        raise UsageError(min(missing)[1])
+    return fitting
+
+
+def _widths(training: Training, workers: Machines) -> list[int]:
+    """Return the numbers of devices of a host over which each layer may be divided."""
+    common = set.intersection(*(set(part.workload.parts) for part in training.parts))
+    per_host = workers.instance.num_accelerators
+    return [1, *(n for n in sorted(common) if training.has_tensor and per_host % n == 0)]
+
+
+def _of_width(
+    training: Training, workers: Machines, shape: _Shape, missing: list[tuple[float, str]]
+) -> list[tuple[Layout, ...]]:
+    """Return the layouts that fit with one width of tensors; add what others lack to ``missing``."""
+    fitting: list[tuple[Layout, ...]] = []
     fewest = 0
     num_layers = min(len(part.workload.layers) for part in training.parts)
     for stages in _STAGES if training.has_stages else _STAGES[:1]:
-        if workers.num_accelerators % stages or stages > num_layers:
+        if workers.num_accelerators % (stages * shape.tensor) or stages > num_layers:
             continue
         if fewest and stages > fewest * (1 if fewest == 1 else 2):
             break  # more stages than the model needs only add bubbles
-        for sharded in (True,) if training.shard_optimizer else (False, True):
-            if sharded and workers.num_accelerators == stages:
+        num_before = len(fitting)
+        for divided in _divided_states(training, shape):
+            if divided != "nothing" and workers.num_accelerators == stages * shape.tensor:
                 continue
-            shape = _Shape(stages=stages, sharded=sharded, algorithm=algorithm, wire_bytes=wire_bytes)
+            if divided == "all" and (len(fitting) > num_before or any(first.shard for first, *_ in fitting)):
+                continue  # less memory for the state gains nothing
             try:
-                chosen = [_first_that_fits(part, workers, shape) for part in training.parts]
+                tried = replace(shape, stages=stages, divided=divided)
+                chosen = [_first_that_fits(part, workers, tried) for part in training.parts]
             except _Lacks as lack:
                 missing.append((lack.num_bytes, str(lack)))
                 continue
@@ -55,13 +95,20 @@ def layouts_of(
             if tuple(replace(layout, sharded_optimizer=False) for layout in layouts) in fitting:
                 continue  # the same micro-batches
             fitting.append(layouts)
-            if not sharded or training.shard_optimizer:
+            if divided == "nothing" or training.shard_optimizer:
                 fewest = fewest or stages
                 if all(is_preferred for _, is_preferred in chosen):
                     break  # less memory for the optimizer gains nothing
-    if not fitting:
-        raise UsageError(min(missing)[1])
     return fitting
+
+
+def _divided_states(training: Training, shape: _Shape) -> tuple[Divided, ...]:
+    """Return what the replicas may divide among them."""
+    if training.shard_optimizer:
+        return ("optimizer",)
+    # FSDP2 takes rings; with divided layers, it refuses weights that do not divide evenly over both.
+    may_shard = training.has_shards and shape.tensor == 1 and shape.algorithm in RINGS
+    return ("nothing", "optimizer", *(("all",) if may_shard else ()))
 
 
 class _Lacks(Exception):
@@ -76,10 +123,16 @@ class _Lacks(Exception):
 class _Shape:
     """A layout without micro-batches, the same for all parts of a training."""
 
-    stages: int
-    sharded: bool
     algorithm: str
     wire_bytes: int
+    tensor: int = 1
+    stages: int = 1
+    divided: Divided = "nothing"
+    """What the replicas divide among them."""
+
+    def __str__(self) -> str:
+        wide = f" of layers over {self.tensor} devices" if self.tensor > 1 else ""
+        return f"{self.stages} {'stage' if self.stages == 1 else 'stages'}{wide}"
 
 
 def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layout, bool]:
@@ -89,7 +142,7 @@ def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layo
         _Lacks: none fits.
     """
     room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
-    replicas = workers.num_accelerators // shape.stages
+    replicas = workers.num_accelerators // (shape.stages * shape.tensor)
     needed, layout = 0, None
     for number, layout in enumerate(_candidates(part, workers, shape)):
         assert layout.micro_batch is not None
@@ -105,9 +158,8 @@ def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layo
             return layout, number == 0
     assert layout is not None
     raise _Lacks(
-        f"{part.workload.name} fits on no layout of {workers}: the nearest, {shape.stages} "
-        f"{'stage' if shape.stages == 1 else 'stages'} with micro-batches of {layout.micro_batch:g}"
-        f"{' and a sharded optimizer' if shape.sharded else ''}, needs {needed / 2**30:.1f} GiB a device, "
+        f"{part.workload.name} fits on no layout of {workers}: the nearest, {shape} with micro-batches of "
+        f"{layout.micro_batch:g}{_AND_SHARDED[shape.divided]}, needs {needed / 2**30:.1f} GiB a device, "
         f"{(needed - room) / 2**30:.1f} GiB more than there are; take more or larger devices",
         needed - room,
     )
@@ -123,7 +175,7 @@ def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout
     """Yield the layouts with the micro-batch of ``shoal train`` and smaller ones."""
     stages = shape.stages
     sizes = _Sizes(part.global_batch, part.micro_batch)
-    batch = StagesConfig(pipeline=stages).plan(
+    batch = StagesConfig(pipeline=stages, tensor=shape.tensor).plan(
         sizes, workers.num_accelerators, section=part.section, unit=part.workload.unit
     )
     share, most = batch.worker_batch_size, batch.micro_batch_size
@@ -133,12 +185,14 @@ def _candidates(part: Part, workers: Machines, shape: _Shape) -> Iterator[Layout
         yield Layout(
             global_batch=part.global_batch,
             micro_batch=micro,
+            tensor=shape.tensor,
             stages=stages,
             virtual=2 if stages > 1 else 1,
-            sharded_optimizer=shape.sharded,
+            shard=shape.divided == "all",
+            sharded_optimizer=shape.divided == "optimizer",
             algorithm=shape.algorithm,
             wire_bytes=shape.wire_bytes,
-            bucket_bytes=bucket_bytes_of(part.workload, workers, per_replica=stages),
+            bucket_bytes=bucket_bytes_of(part.workload, workers, per_replica=stages * shape.tensor),
             collectives_at_once=2 if workers.instance.is_cpu else 1,
         )
 
@@ -177,12 +231,18 @@ def search(
     Raises:
         UsageError: the model fits on no layout, or a ranking by cost lacks the price of a host.
     """
-    plans = [
-        predict(training, workers, layouts, helping)
-        for algorithm in algorithms or algorithms_of(workers)
-        for helping in (helpers if algorithm == WITH_HELPERS else (None,))
-        for layouts in layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
-    ]
+    plans: list[Plan] = []
+    refused: list[UsageError] = []
+    for algorithm in algorithms or algorithms_of(workers):
+        try:
+            fitting = layouts_of(training, workers, algorithm=algorithm, wire_bytes=wire_bytes)
+        except UsageError as error:  # another one may take shards
+            refused.append(error)
+            continue
+        for helping in helpers if algorithm == WITH_HELPERS else (None,):
+            plans += [predict(training, workers, layouts, helping) for layouts in fitting]
+    if not plans and refused:
+        raise refused[0]
     if not plans:
         raise UsageError("no algorithm is left to plan with; two-hop-helpers needs --helpers")
     if goal == "cost" and any(plan.dollars is None for plan in plans):
@@ -204,8 +264,8 @@ def _simplest_first(plans: list[Plan], goal: Goal) -> list[Plan]:
     return [simplest, *(plan for plan in plans if plan is not simplest)]
 
 
-def _complexity(layout: Layout) -> tuple[int, bool, int]:
-    return layout.stages, layout.sharded_optimizer, COMPARED.index(layout.algorithm)
+def _complexity(layout: Layout) -> tuple[int, bool, bool, int]:
+    return layout.per_replica, layout.shard, layout.sharded_optimizer, COMPARED.index(layout.algorithm)
 
 
 def algorithms_of(workers: Machines) -> Sequence[str]:

@@ -128,13 +128,16 @@ def step_time(
     several_s = SEVERAL_HOSTS * (count * compute_s + bubble_s) if workers.count > 1 else 0.0
     computed_s = count * compute_s + bubble_s + straggler_s + several_s
     sent = Exchange(end_s=computed_s, spans=(), busy_s={})
-    if replicas > 1:
+    if replicas > 1 and not layout.shard:
         sent = _average(workload, workers, helpers, layout, begin_s=computed_s - window_s, window_s=window_s)
     updated = workload.num_parameters * workload.trainable / layout.per_replica
     gathered_s = 0.0
     if layout.updates_by_host:
         updated /= min(workers.instance.num_accelerators, replicas)
-    if layout.scatters:
+    if layout.shard:
+        updated /= replicas
+        gathered_s = _sharding_s(workload, workers, layout, num_passes=count, pass_s=compute_s)
+    elif layout.scatters:
         updated /= replicas
         gathered_s = max(0.0, max(sent.busy_s.values(), default=0.0) - window_s / 2)
     elif layout.sharded_optimizer and replicas > 1:
@@ -193,6 +196,33 @@ def _average(
     ]
     mean_bytes = sum(num_bytes for _, num_bytes in buckets) / max(len(buckets), 1)
     return exchange(ready, *_all_reduce(workers, helpers, layout, mean_bytes))
+
+
+def _sharding_s(
+    workload: Workload, workers: Machines, layout: Layout, *, num_passes: int, pass_s: float
+) -> float:
+    """Return the time of a step in which devices wait for weights, or for sums of gradients, in shards.
+
+    The weights of a stage are gathered before a step, and its gradients are summed after it. Where blocks of
+    the only stage are gathered one at a time, those of the next are gathered meanwhile, for each micro-batch
+    forward and backward, and gradients are summed in each; the first ones are waited for.
+
+    Args:
+        num_passes: micro-batches of the step.
+        pass_s: computation of one of them, forward and backward.
+    """
+    held = workload.num_parameters / layout.per_replica
+    all_reduce, links = _all_reduce(workers, None, layout)
+    # Each takes half the traffic of an all-reduce.
+    gather_s = exchange([(0.0, 4 * held / 2)], all_reduce, links).end_s
+    summed = layout.wire_bytes * held * workload.trainable / 2
+    sum_s = exchange([(0.0, summed)], all_reduce, links).end_s
+    if workload.gathered == 1 or layout.stages > 1:
+        return gather_s + sum_s
+    backward_s = pass_s * workload.backward_share
+    forward = max(workload.gathered * gather_s, gather_s - (pass_s - backward_s))
+    backward = max(workload.gathered * sum_s, gather_s + sum_s - backward_s)
+    return num_passes * (forward + backward)
 
 
 def _all_reduce(

@@ -119,9 +119,8 @@ def divisions(plan: Plan, speeds: Sequence[float], *, jitter: float) -> list[Div
     factors = _factors(jitter, NUM_STEPS, len(speeds))
     possible = len(speeds) / sum(speeds) * float(factors.mean())
     modes, slows = [], []
-    whole = any(
-        layout.per_replica > 1 for layout in plan.layouts
-    )  # a pipeline is built for parts of one size
+    # what divides the model over workers is built for parts of one size
+    whole = any(layout.per_replica > 1 or layout.shard for layout in plan.layouts)
     whole = whole or any(part.workload.equal_shares for part in plan.training.parts)
     for name in ("equal",) if whole else ("equal", "by-speed"):
         slow = [_slowest_part(layout.global_batch, speeds, factors, name) for layout in plan.layouts]

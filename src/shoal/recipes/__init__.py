@@ -112,6 +112,11 @@ class Sample:
     """Layers that are recomputed one at a time."""
     blocks: Sequence[Any] = ()
     """Modules of the model that shards gather one at a time."""
+    divide: Callable[[Any, int], None] | None = None
+    """Keeps the part of the model's layers that one of a number of workers has, as ``parallel.tensor`` does;
+    ``None``: it does not go with the model."""
+    summed_bytes: float = 0.0
+    """16-bit activations and their gradients that such workers sum, per sample; 0: unknown."""
     more_operations: int = 0
     """Kernels of a step that depend on data, which do not run on the meta device."""
     work_spread: float = 0.0
@@ -125,10 +130,11 @@ class Sample:
 
     @property
     def gathered(self) -> float:
-        """Share of the parameters that are whole at a time in shards: of two blocks, and of no block."""
-        sizes = [sum(weight.numel() for weight in block.parameters()) for block in self.blocks]
-        left: int = sum(sorted(sizes)[:-2])
-        return 1 - left / self.num_parameters
+        """Share of the parameters that are whole at a time in shards."""
+        from shoal.decide.workload import gathered_share
+
+        blocks = [sum(weight.numel() for weight in block.parameters()) for block in self.blocks]
+        return gathered_share(self.num_parameters, blocks)
 
     @property
     def num_trainable(self) -> int:

@@ -750,16 +750,19 @@ def sample_of(weights: "PreTrainedModel", length: int, *, recomputes: bool, z_lo
     from shoal.models.causal import CausalLM
     from shoal.models.layers import blocks_of
 
+    relayed, num_layers = 2.0 * length * weights.config.hidden_size, weights.config.num_hidden_layers
     return Sample(
         model=CausalLM(weights, z_loss=z_loss),
         inputs={"input_ids": token_ids(2, length), "labels": token_ids(2, length)},
         loss=_loss,
         num_samples=2,
         sequence_length=length,
-        relay_bytes=2.0 * length * weights.config.hidden_size,
+        relay_bytes=relayed,
         recompute=_recompute if recomputes else None,
-        num_recomputed=weights.config.num_hidden_layers,
+        num_recomputed=num_layers,
         blocks=blocks_of(weights),
+        divide=_keep_part,
+        summed_bytes=4 * num_layers * relayed,
     )
 
 
@@ -775,6 +778,12 @@ def _loss(model: "CausalLM", inputs: "Mapping[str, Tensor]") -> "Tensor":
 
 def _recompute(model: "CausalLM") -> None:
     model.recompute_activations()
+
+
+def _keep_part(model: "CausalLM", num_workers: int) -> None:
+    from shoal.models.tensor_plan import keep_part
+
+    keep_part(model.weights, num_workers)
 
 
 def trial(config: LmConfig, folder: Path) -> LmConfig:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan, StagesConfig
 from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
 from shoal.decide.layout import RESERVED, Layout, footprint_of
-from shoal.decide.workload import Workload
+from shoal.decide.workload import LayerPart, Workload
+from shoal.errors import UsageError
 from shoal.planner.hardware import Machines, require_accelerators
 from shoal.recipes import Sample
 from shoal.train.config import ServersConfig, precision_here, refuses_fp16
@@ -144,8 +145,9 @@ def memory_by_batch(
     precision, device_type = precision_of(config, machines)
     parallel = getattr(config, "parallel", StagesConfig())
     has_kernels = False if parallel.pipeline > 1 and getattr(config, "explicit_stages", False) else None
-    activations = activations_of(sample, precision, device_type, has_kernels=has_kernels)
-    counted = _counted(sample, config, activations, precision, parallel.pipeline)
+    part = part_of(sample, parallel.tensor)
+    activations = activations_of(part, precision, device_type, has_kernels=has_kernels)
+    counted = _counted(sample, config, parallel.pipeline, parallel.tensor, part, {precision: activations})
 
     def of_batch(batch: BatchPlan) -> Footprint:
         return footprint_of(
@@ -162,14 +164,42 @@ def memory_by_batch(
             num_micro_batches=batch.accumulation_steps,
             replicas=batch.num_workers,
             precision=precision,
-            gathered=sample.gathered if parallel.pipeline == 1 else 1.0,
         )
 
     return of_batch
 
 
-def _counted(sample: Sample, config: Any, activations: Activations, precision: str, stages: int) -> Workload:
-    """Return what memory depends on; layers are only counted where stages divide them."""
+def part_of(sample: Sample, num_workers: int) -> Sample:
+    """Return the sample with the layers of one of the workers that divide each of them.
+
+    Raises:
+        UsageError: the layers cannot be divided so.
+    """
+    if num_workers == 1:
+        return sample
+    if sample.divide is None:
+        raise UsageError(
+            f"parallel.tensor {num_workers} does not go with {type(sample.model).__name__}, for whose layers "
+            "there is no plan; leave it out, or use parallel.shard"
+        )
+    model, blocks = copy.deepcopy((sample.model, list(sample.blocks)))
+    sample.divide(model, num_workers)
+    return replace(sample, model=model, blocks=blocks)
+
+
+def _counted(
+    sample: Sample,
+    config: Any,
+    stages: int,
+    tensor: int,
+    part: Sample,
+    activations: Mapping[str, Activations],
+) -> Workload:
+    """Return what memory depends on; layers are only counted where stages divide them.
+
+    Args:
+        part: the sample on one of ``tensor`` workers, whose activations are given.
+    """
     from shoal.models.profile import StepProfile
     from shoal.planner.counting import weight_sizes, workload_of_profile
 
@@ -178,7 +208,9 @@ def _counted(sample: Sample, config: Any, activations: Activations, precision: s
     return workload_of_profile(
         type(sample.model).__name__,
         profile,
-        {precision: activations},
+        activations,
+        parts={tensor: LayerPart(num_parameters=part.num_parameters, activations=activations)},
+        gathered=sample.gathered,
         state_bytes=state_bytes(config, sample.model),
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,

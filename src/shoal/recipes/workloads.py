@@ -12,19 +12,20 @@ import math
 import re
 import tempfile
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shoal.decide.workload import LAMB_BYTES, MOMENTUM_BYTES, Workload
+from shoal.decide.footprint import Activations
+from shoal.decide.workload import LAMB_BYTES, MOMENTUM_BYTES, WIDTHS, LayerPart, Workload
 from shoal.errors import UsageError
 from shoal.planner import api, comparison
 from shoal.planner.convergence import Phase, data_set_of
 from shoal.planner.recipe_workloads import Preset, catalog
 from shoal.recipes import RECIPES, Sample, preset_file, script
-from shoal.recipes.memory import activations_of, profile_of, state_bytes
+from shoal.recipes.memory import activations_of, part_of, profile_of, state_bytes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,7 +161,9 @@ def _preset(recipe: str, preset: str, model: str, config: Any, counted_as: str) 
         data=data_set_of(recipe, preset),
         precision=getattr(config.train, "precision", "auto"),
         shard_optimizer=config.train.shard_optimizer,
-        has_stages=_has_stages(config),
+        has_stages=_accepts(config, pipeline=2),
+        has_shards=_accepts(config, shard=True),
+        has_tensor=_accepts(config, tensor=2),
         evaluation_samples=getattr(config.run, "validation_samples", 0),
         evaluates_beside=config.run.evaluates_beside,
         validation_hosts=config.run.hosts_apart,
@@ -271,12 +274,12 @@ def _has_usual_sample(recipe: str, preset: str, config: Any) -> bool:
     return own == other
 
 
-def _has_stages(config: Any) -> bool:
-    """Return whether a recipe with these settings can divide its model into stages of a pipeline."""
+def _accepts(config: Any, **parallel: Any) -> bool:
+    """Return whether a recipe with these settings can divide its model in a way."""
     if not hasattr(config, "parallel"):
         return False
     try:
-        replace(config, parallel=replace(config.parallel, pipeline=2))
+        replace(config, parallel=replace(config.parallel, **parallel))
     except UsageError:  # they do not go together
         return False
     return True
@@ -346,19 +349,21 @@ def with_new_model(config: Any, folder: Path, model: str) -> Any:
 
 def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     """Count the planner's workload of a recipe's sample."""
-    from shoal.models.step_memory import TYPES
     from shoal.planner.counting import weight_sizes, workload_of_profile
 
     profile, moments = profile_of(sample), state_bytes(config, sample.model)
     workload = workload_of_profile(
         name,
         profile,
-        {precision: activations_of(sample, precision) for precision in TYPES},
+        _activations(sample),
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
         optimizer_bytes=MOMENTUM_BYTES if moments == 4 else LAMB_BYTES,
         state_bytes=moments,
         relay_bytes=sample.relay_bytes,
+        summed_bytes=sample.summed_bytes,
+        parts=dict(_parts(sample)),
+        gathered=sample.gathered,
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
         equal_shares=getattr(config, "equal_shares", False),
@@ -368,6 +373,23 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
         input_s=sample.input_s,
     )
     return replace(workload, num_kernels=workload.num_kernels + sample.more_operations)
+
+
+def _activations(sample: Sample) -> dict[str, Activations]:
+    """Return what the forward pass of a sample keeps, by precision."""
+    from shoal.models.step_memory import TYPES
+
+    return {precision: activations_of(sample, precision) for precision in TYPES}
+
+
+def _parts(sample: Sample) -> Iterator[tuple[int, LayerPart]]:
+    """Yield the numbers of workers that can divide each layer of a sample, and the part of one of them."""
+    for num_workers in WIDTHS:
+        try:
+            part = part_of(sample, num_workers)
+        except UsageError:
+            continue
+        yield num_workers, LayerPart(num_parameters=part.num_parameters, activations=_activations(part))
 
 
 def _counting(function: Callable[P, T]) -> Callable[P, T]:
@@ -401,19 +423,33 @@ def count_catalog() -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-_RARE = ("summed_bytes", "equal_shares", "explicit_stages", "refuses_fp16", "work_spread", "input_s")
+_RARE = (
+    "summed_bytes",
+    "parts",
+    "gathered",
+    "equal_shares",
+    "explicit_stages",
+    "refuses_fp16",
+    "work_spread",
+    "input_s",
+)
 
 
 def _as_json(workload: Workload) -> str:
     """Return a workload as an entry of the catalog, without the properties that most lack."""
     layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
-    kept = {name: [each.sample_bytes, each.fixed_bytes] for name, each in workload.activations.items()}
+    parts = {str(number): [each.num_parameters, _kept(each)] for number, each in workload.parts.items()}
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
-    tree |= {"layers": layers, "activations": kept}
+    usual = {each.name: each.default for each in fields(workload)} | {"parts": {}}
+    tree |= {"layers": layers, "activations": _kept(workload), "parts": parts}
     for name in _RARE:
-        if not tree[name]:
+        if tree[name] == usual[name]:
             del tree[name]
     return json.dumps(tree, separators=(",", ":"))
+
+
+def _kept(counted: Workload | LayerPart) -> dict[str, list[float]]:
+    return {name: [each.sample_bytes, each.fixed_bytes] for name, each in counted.activations.items()}
 
 
 if __name__ == "__main__":

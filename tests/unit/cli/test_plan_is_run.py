@@ -18,6 +18,7 @@ from shoal.cli.app import main
 from shoal.cli.train import settings_of
 from shoal.decide.footprint import Activations
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
+from shoal.planner import hardware
 from shoal.planner.answer import command_of
 from shoal.planner.convergence import data_set_of
 from shoal.planner.hardware import Catalog
@@ -144,14 +145,20 @@ def steps_of(found: Plan, said: str) -> list[int]:
 def assert_run_as_planned(found: Plan, said: str) -> None:
     """Compare a plan with what its command's dry run says."""
     batches = [tuple(int(n.replace(",", "")) for n in each) for each in BATCH.findall(said)]
-    replicas = found.workers.num_accelerators // found.layouts[0].stages
+    layout = found.layouts[0]
+    replicas = found.workers.num_accelerators // layout.per_replica
     planned = [
         (layout.micro_batch, step.micro_batches, replicas, layout.global_batch)
         for layout, step in zip(found.layouts, found.steps, strict=True)
     ]
     assert batches == planned
-    assert f"\npipeline = {found.layouts[0].stages}\n" in said or not found.training.has_stages
-    assert f"\nshard_optimizer = {str(found.layouts[0].sharded_optimizer).lower()}\n" in said
+    for setting, value, may_differ in (
+        ("pipeline", layout.stages, found.training.has_stages),
+        ("tensor", layout.tensor, found.training.has_tensor),
+        ("shard", str(layout.shard).lower(), found.training.has_shards),
+        ("shard_optimizer", str(layout.sharded_optimizer).lower(), True),
+    ):
+        assert f"\n{setting} = {value}\n" in said or not may_differ
     until = found.training.parts[0].convergence.source  # data of unknown length: a plan says so
     assert until == "one million samples" or steps_of(found, said) == [run.num_steps for run in found.runs]
     assert f"\nmemory       {found.memory}\n" in said
@@ -206,6 +213,25 @@ def test_a_plan_of_a_finetuning_is_what_its_command_trains(dry_run: DryRun) -> N
     ]
     assert outcomes.count("planned") == len(small) + 1, "48 questions divide over 24 devices, 32 do not"
     assert outcomes.count("refused") == len(small) - 1
+
+
+@pytest.mark.parametrize(
+    ("preset", "mib", "divided"),
+    [
+        ("tiny", 9, "--parallel.pipeline 4 --parallel.virtual-stages 2 --parallel.tensor 2"),
+        ("tiny", 11, "--parallel.tensor 2 --train.shard-optimizer"),
+        ("gpt2-124m", 2246, "--parallel.shard"),
+    ],
+)
+def test_a_plan_that_divides_the_model_is_what_its_command_trains(
+    preset: str, mib: int, divided: str, dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small model on devices with little memory."""
+    read = hardware._accelerator
+    monkeypatch.setattr(hardware, "_accelerator", lambda entry: replace(read(entry), memory_bytes=mib << 20))
+    assert outcome_of("lm", preset, "1xp4d.24xlarge", dry_run) == "planned"
+    found = plan(f"lm-{preset}", "1xp4d.24xlarge", algorithms=["hierarchical-ring"])[0]
+    assert f" {divided} --workers" in shlex.join(command_of(found))
 
 
 def test_a_plan_with_hosts_that_evaluate_is_what_its_command_trains(dry_run: DryRun) -> None:

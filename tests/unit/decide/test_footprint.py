@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
 from shoal.decide.layout import Layout, footprint_of
-from shoal.decide.workload import Layer, Workload
+from shoal.decide.workload import Layer, LayerPart, Workload
 
 WORKLOAD = Workload(
     name="made",
@@ -18,7 +18,7 @@ WORKLOAD = Workload(
 )
 
 
-def of(made: Workload, replicas: int = 1, gathered: float = 1.0, **layout: Any) -> Footprint:
+def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
     """The memory of a device, with four micro-batches of three samples."""
     return footprint_of(
         made,
@@ -27,7 +27,6 @@ def of(made: Workload, replicas: int = 1, gathered: float = 1.0, **layout: Any) 
         num_micro_batches=4,
         replicas=replicas,
         precision="bf16",
-        gathered=gathered,
     )
 
 
@@ -42,13 +41,25 @@ def test_what_a_layout_divides() -> None:
     assert of(WORKLOAD, 4, sharded_optimizer=True).optimizer_bytes == 8 * 250  # 200 + 50, or 150 + 100
     whole = of(WORKLOAD, 4, shard=True)
     assert (whole.weights_bytes, whole.gradients_bytes, whole.optimizer_bytes) == (5_000, 5_000, 2_000)
-    layers = of(WORKLOAD, 4, gathered=0.7, shard=True)
+    in_blocks = replace(WORKLOAD, gathered=0.7)
+    layers = of(in_blocks, 4, shard=True)
     assert (layers.weights_bytes, layers.gradients_bytes, layers.optimizer_bytes) == (3_800, 3_800, 2_000)
-    assert of(WORKLOAD, 4, gathered=0.7) == of(WORKLOAD, 4)
+    assert of(in_blocks, 4) == of(WORKLOAD, 4)
+    assert of(in_blocks, 2, stages=2, shard=True) == of(WORKLOAD, 2, stages=2, shard=True)
     halves = of(WORKLOAD, 2, stages=2)  # equal FLOPs: two layers each, 700 numbers in the second
     assert (halves.weights_bytes, halves.optimizer_bytes) == (2_800, 5_600)
     assert halves.activations_bytes == (10 + 2 * 3 * 100) / 2
     assert of(replace(WORKLOAD, trainable=0.1)).gradients_bytes == 400
+
+
+def test_divided_layers_have_the_memory_of_a_part() -> None:
+    part = LayerPart(num_parameters=600, activations={"bf16": Activations(sample_bytes=70, fixed_bytes=6)})
+    made = replace(WORKLOAD, parts={2: part})
+    half = of(made, 2, tensor=2)
+    assert (half.weights_bytes, half.gradients_bytes, half.optimizer_bytes) == (2_400, 2_400, 4_800)
+    assert half.activations_bytes == 6 + 3 * 70
+    assert of(made, 2, tensor=2, stages=2).weights_bytes == 2_400 * 0.7
+    assert of(made, 2) == of(WORKLOAD, 2)
 
 
 def test_copies_of_weights_count_once_for_any_number_of_samples() -> None:

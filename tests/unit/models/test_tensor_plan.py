@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from shoal.errors import UsageError
-from shoal.models.tensor_plan import check_tensor, divide_layers
+from shoal.models.tensor_plan import check_tensor, divide_layers, keep_part
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 1,
@@ -63,3 +63,18 @@ def test_tied_weights_are_divided_together_or_not_at_all(pad: int | None) -> Non
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, DTensor) == (pad is None)
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor)
+
+
+def test_the_first_worker_keeps_the_largest_parts() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    keep_part(model, 3)
+    layer = model.model.layers[0]
+    shapes = {
+        tuple(module.weight.shape): module
+        for module in (layer.self_attn.k_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj)
+    }
+    assert list(shapes) == [(4, 24), (24, 8), (12, 24), (24, 12)]
+    assert [tuple(each.weight.shape) for each in (model.lm_head, layer.input_layernorm)] == [(11, 24), (24,)]
+    with pytest.raises(UsageError, match="does not divide the model's num_key_value_heads 3"):
+        keep_part(model, 2)

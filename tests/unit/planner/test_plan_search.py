@@ -8,11 +8,13 @@ import pytest
 
 from plan_made import DEVICE, hosts, model
 from shoal.decide.layout import Layout
+from shoal.decide.workload import LayerPart
 from shoal.errors import UsageError
 from shoal.planner.answer import best_of_each, helpers_sentence, reason
 from shoal.planner.convergence import Convergence
 from shoal.planner.goal import Aim, seconds_of
 from shoal.planner.hardware import Accelerator, Instance, Machines
+from shoal.planner.network import RINGS
 from shoal.planner.prediction import Part, Training, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import helpers_to_try, layouts_of, search
@@ -142,7 +144,46 @@ def test_the_optimizer_is_sharded_only_where_its_state_does_not_fit_whole() -> N
     assert others and all(layout.stages > 1 for layout in others)
     assert [layout.sharded_optimizer for layout in chosen(part(), shard_optimizer=True)] == [True]
     with pytest.raises(UsageError, match=r"nearest, 1 stage with micro-batches of 1 and a sharded optimizer"):
+        chosen(part(parameters=600_000_000), has_stages=False, has_shards=False)
+    with pytest.raises(UsageError, match=r"nearest, 1 stage with micro-batches of 1 and sharded state"):
         chosen(part(parameters=600_000_000), has_stages=False)
+
+
+def in_parts(made: Part, *widths: int) -> Part:
+    """A part whose layers divide evenly over these numbers of workers."""
+    counted = made.workload
+    kept = counted.activations
+    parts = {n: LayerPart(num_parameters=counted.num_parameters // n, activations=kept) for n in widths}
+    return replace(made, workload=replace(counted, parts=parts))
+
+
+def test_a_model_that_fits_in_shards_alone_is_planned_in_shards() -> None:
+    large = part(parameters=600_000_000)  # 24 GB of weights, whole at a time: 0.3 of them
+    in_blocks = replace(large, workload=replace(large.workload, gathered=0.3))
+    (found,) = chosen(in_blocks, has_stages=False)
+    assert (found.stages, found.shard, found.sharded_optimizer) == (1, True, False)
+    for training in (
+        Training(recipe="made", parts=(in_blocks,), has_stages=False, has_shards=False),
+        Training(recipe="made", parts=(in_blocks,), has_stages=False, shard_optimizer=True),
+    ):
+        with pytest.raises(UsageError, match="fits on no layout"):
+            search(training, hosts(4))
+    plans = search(Training(recipe="made", parts=(in_blocks,), has_stages=False), hosts(4))
+    assert {plan.layouts[0].algorithm for plan in plans} == set(RINGS)
+    assert any(layout.stages > 1 for layout in chosen(in_blocks)), "stages are ranked beside shards"
+
+
+def test_layers_are_divided_over_the_fewest_devices_that_fit_and_twice_as_many() -> None:
+    large = in_parts(part(parameters=600_000_000), 2, 4, 8)  # 96 GB of state on 32 GiB
+    found = chosen(large, has_stages=False)
+    widths = {(layout.tensor, layout.sharded_optimizer) for layout in found}
+    assert widths == {(2, True), (4, False)}
+    odd = chosen(in_parts(part(1152, parameters=600_000_000), 2, 3), hosts(3, per_host=3), has_stages=False)
+    assert {layout.tensor for layout in odd} == {3}, "2 do not divide a host"
+    assert {layout.tensor for layout in chosen(in_parts(part(), 2, 4))} == {1}, "it fits on one device"
+    assert {layout.tensor for layout in chosen(large, has_tensor=False)} == {1}
+    huge = in_parts(part(parameters=6_000_000_000), 2, 4, 8)
+    assert {(each.tensor, each.stages) for each in chosen(huge, hosts(16))} == {(8, 4), (8, 8)}
 
 
 def test_parts_of_a_training_have_one_layout() -> None:

@@ -148,9 +148,12 @@ def test_the_catalog_has_what_is_counted(name: str, length: int | None) -> None:
     counted = count(name, tokens)
     assert kept.layers == counted.layers
     assert kept.num_kernels == pytest.approx(counted.num_kernels, rel=0.05), "versions of torch differ"
-    for precision, found in counted.activations.items():
-        assert vars(kept.activations[precision]) == pytest.approx(vars(found), rel=0.05)
-    assert replace(kept, num_kernels=0, activations={}) == replace(counted, num_kernels=0, activations={})
+    for mine, other in ((kept, counted), *((kept.parts[n], part) for n, part in counted.parts.items())):
+        assert mine.num_parameters == other.num_parameters
+        for precision, found in other.activations.items():
+            assert vars(mine.activations[precision]) == pytest.approx(vars(found), rel=0.05)
+    without = {"num_kernels": 0, "activations": {}, "parts": dict.fromkeys(counted.parts)}
+    assert replace(kept, **without) == replace(counted, **without | {"parts": dict.fromkeys(kept.parts)})
 
 
 def test_every_name_that_is_measured_is_known() -> None:
