@@ -111,6 +111,10 @@ def test_a_run_on_text_with_peers_is_the_run_without(tmp_path: Path) -> None:
         copies = list(cache.glob(f"*/{OWN_FOLDER}/{file.copy_name}"))
         assert len(copies) == HOSTS
         assert {copy.read_bytes() for copy in copies} == {(data / file.name).read_bytes()}
+    once = sum(file.num_bytes for file in manifest.files("tokens", "index"))
+    (reads,) = [row for row in read_record(tmp_path / "together") if isinstance(row, Reads)]
+    assert (reads.storage_bytes, reads.peer_bytes, reads.peer_failures) == (once, once, 0)
+    assert reads.memory_bytes == HOSTS * once
 
 
 def test_peers_need_a_cache(tmp_path: Path) -> None:

@@ -158,9 +158,9 @@ class ShardCache:
         """
         data = self.view(file, lambda: storage.parts(file))
         if data is None:
-            self._count(num_read_in_place=1, storage_bytes=size)
+            self.count(num_read_in_place=1, storage_bytes=size)
             return storage.read(file, start, size)
-        self._count(memory_bytes=size)
+        self.count(memory_bytes=size)
         return data[start : start + size]
 
     def view(self, file: ShardFile, parts: Parts) -> memoryview | None:
@@ -266,12 +266,13 @@ class ShardCache:
                 partial.unlink(missing_ok=True)
             raise
         if is_from_peer:
-            self._count(num_filled=1, peer_bytes=num_bytes)
+            self.count(num_filled=1, peer_bytes=num_bytes)
         else:
-            self._count(num_filled=1, storage_bytes=num_bytes)
+            self.count(num_filled=1, storage_bytes=num_bytes)
         return True
 
-    def _count(self, **more: int) -> None:
+    def count(self, **more: int) -> None:
+        """Add to the counts of this process."""
         with self._lock:
             for name, count in more.items():
                 total = getattr(self.counts, name) + count
@@ -280,7 +281,7 @@ class ShardCache:
                     _COUNT.pack_into(self._written, _OFFSETS[name], total)
 
     def _note(self, reader: PeerReader, peer: Peer, error: PeerError) -> None:
-        self._count(num_peer_failures=1)
+        self.count(num_peer_failures=1)
         reader.note(peer, error)
 
     def _fill_from_peers(self, partial: Path, file: ShardFile) -> bool:
@@ -326,7 +327,7 @@ class ShardCache:
                 if is_free:
                     path.unlink(missing_ok=True)
                     used -= size
-                    self._count(num_evicted=1)
+                    self.count(num_evicted=1)
                     with self._lock:
                         self._maps.pop(path.name, None)
         return None if used + num_bytes <= limit else _NO_ROOM
@@ -342,7 +343,7 @@ class ShardCache:
                 del self._maps[name]
 
     def _decline(self, name: str, reason: str) -> None:
-        self._count(num_declined=1)
+        self.count(num_declined=1)
         with self._lock:
             is_first, self._has_declined = not self._has_declined, True
             if reason != _NO_ROOM:
@@ -375,24 +376,31 @@ class CachedFiles:
         own = config.peers.own_files(files) if config.peers else []
         self._cache, self._storage = ShardCache(config, own), storage
         with ThreadPoolExecutor(_NUM_COPIED) as pool:
-            deque(pool.map(self.get, sorted(needed, key=lambda file: file not in own)), maxlen=0)
+            deque(pool.map(self._copy, sorted(needed, key=lambda file: file not in own)), maxlen=0)
 
     def get(self, file: ShardFile) -> mmap.mmap | bytes | memoryview:
         """Return the bytes of a file: its copy, or without room for one the file itself.
 
+        The bytes count as read when the file is opened, once for each process.
+
         Raises:
             ShoalError: there is no room, and the file cannot be mapped where it is.
         """
-        copy = self._cache.view(file, lambda: self._storage.parts(file))
+        copy = self._copy(file)
         if copy is not None:
+            self._cache.count(memory_bytes=file.num_bytes)
             return copy
         if isinstance(self._storage, LocalStorage):
+            self._cache.count(num_read_in_place=1, storage_bytes=file.num_bytes)
             return map_file(self._storage.directory / file.name, file)
         raise ShoalError(
             f"{self._storage.path(file)}: the cache {self._cache.name} has no room for its "
             f"{file.num_bytes:,} bytes, and text of an object store has to fit: give it more "
             "(--data.cache-bytes), or a larger disk"
         )
+
+    def _copy(self, file: ShardFile) -> memoryview | None:
+        return self._cache.view(file, lambda: self._storage.parts(file))
 
     def description(self, *names: str) -> Path:
         """Return a folder of the cache with copies of small files of the directory."""

@@ -83,6 +83,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.models.pretraining import AlbertPretraining, evaluate, pretraining_inputs
+    from shoal.recipes.shard_cache import record_reads
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -139,6 +140,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                 run.workers.together(score)
         if run.lacks_scores("validation"):
             run.workers.together(score)
+        record_reads(run, train.shards.counts_folder)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

@@ -169,6 +169,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
     import torch
 
     from shoal.models.pretraining import new_encoder
+    from shoal.recipes.shard_cache import record_reads
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
 
@@ -197,6 +198,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             references = train_phase(config, run, shards, ddp, optimizer, section, phase, end=end)
             if run.reached:
                 break
+        record_reads(run, shards[0].counts_folder)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

@@ -227,6 +227,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
     from shoal.data.loader import held_out_batches
     from shoal.data.sources import ReaderSource
     from shoal.data.text.blocks import num_targets
+    from shoal.recipes.shard_cache import record_reads
     from shoal.train.optimizers import build_optimizers
     from shoal.train.run import Run
 
@@ -284,6 +285,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
                 run.workers.together(score)
         if run.lacks_scores("validation"):
             run.workers.together(score)
+        record_reads(run, train.shards.counts_folder)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(
@@ -425,6 +427,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
         held_out={"validation": held_out},
         limit=config.run.validation_samples,
         processes=config.data.loader_processes,
+        counts=train.shards.counts_folder,
         sizes=config.train,
         total_steps=config.train.total_steps,
         schedule=config.optim.schedule_of(config.train.total_steps),

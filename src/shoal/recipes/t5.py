@@ -188,6 +188,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
     from shoal.data.sources import ReaderSource
     from shoal.data.text.span_corruption import text_to_text_tokenizer
     from shoal.models.t5 import MODEL_INPUTS
+    from shoal.recipes.shard_cache import record_reads
     from shoal.recipes.stages import write_stored
     from shoal.train.optimizers import build_optimizer
     from shoal.train.run import Run
@@ -252,6 +253,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                 score()
         if run.lacks_scores("validation"):
             score()
+        record_reads(run, train.shards.counts_folder)
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:

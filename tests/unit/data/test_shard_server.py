@@ -209,6 +209,7 @@ def test_text_is_read_once_for_all_hosts(job, tmp_path):
     counts = [total_counts(job.folder / own / "counts") for own in "abc"]
     assert sum(each.storage_bytes for each in counts) == everything
     assert sum(each.peer_bytes for each in counts) == 2 * everything
+    assert [each.memory_bytes for each in counts] == [everything] * 3
 
 
 def test_a_stopped_host(store, job, capfd):

@@ -212,6 +212,11 @@ class TextShards:
         return (partial(TextShards, cache=self._cache_config), (self.location, self.split))
 
     @property
+    def counts_folder(self) -> Path | None:
+        """The folder in which the host's processes count what they read, see ``CacheConfig``."""
+        return self._cache_config.counts if self._cache_config else None
+
+    @property
     def tokenizer_file(self) -> Path:
         """The tokenizer with which the text was prepared."""
         return self.directory / self.manifest.tokenizer.file
