@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shoal.decide.batch import StagesConfig
@@ -41,22 +41,22 @@ def layouts_of(
     then fit.
 
     Raises:
-        UsageError: the batch does not divide, or nothing fits: names the nearest layout and how much memory
-            it lacks.
+        UsageError: the batch does not divide over devices of which one holds the model, or over the replicas
+            of any other layout, or nothing fits: names the nearest layout and how much memory it lacks.
     """
     fitting: list[tuple[Layout, ...]] = []
-    missing: list[tuple[float, str]] = []
+    without = _Without()
     num_widths = 0
     for tensor in _widths(training, workers):
         shape = _Shape(tensor=tensor, algorithm=algorithm, wire_bytes=wire_bytes)
-        found = _of_width(training, workers, shape, missing)
+        found = _of_width(training, workers, shape, without)
         fitting += found
         of_one_stage = any(first.stages == 1 and not first.shard for first, *_ in found)
         num_widths += of_one_stage
         if num_widths == _MOST_WIDTHS or (of_one_stage and tensor == 1):
             break
     if not fitting:
-        raise UsageError(min(missing)[1])
+        raise without.error
     return fitting
 
 
@@ -67,10 +67,25 @@ def _widths(training: Training, workers: Machines) -> list[int]:
     return [1, *(n for n in sorted(common) if training.has_tensor and per_host % n == 0)]
 
 
+@dataclass(kw_only=True)
+class _Without:
+    """Layouts that are none: what they lack, and batches that do not divide."""
+
+    missing: list[_Lacks] = field(default_factory=list)
+    undivided: list[UsageError] = field(default_factory=list)
+
+    @property
+    def error(self) -> UsageError:
+        """The first batch, which is that of ``shoal train``, else the nearest layout."""
+        if self.undivided:
+            return self.undivided[0]
+        return UsageError(str(min(self.missing, key=lambda lack: lack.num_bytes)))
+
+
 def _of_width(
-    training: Training, workers: Machines, shape: _Shape, missing: list[tuple[float, str]]
+    training: Training, workers: Machines, shape: _Shape, without: _Without
 ) -> list[tuple[Layout, ...]]:
-    """Return the layouts that fit with one width of tensors; add what others lack to ``missing``."""
+    """Return the layouts that fit with one width of tensors; add the others to ``without``."""
     fitting: list[tuple[Layout, ...]] = []
     fewest = 0
     num_layers = min(len(part.workload.layers) for part in training.parts)
@@ -89,7 +104,12 @@ def _of_width(
                 tried = replace(shape, stages=stages, divided=divided)
                 chosen = [_first_that_fits(part, workers, tried) for part in training.parts]
             except _Lacks as lack:
-                missing.append((lack.num_bytes, str(lack)))
+                without.missing.append(lack)
+                continue
+            except UsageError as error:
+                if stages == shape.tensor == 1 and _holds_model(training, workers, tried):
+                    raise
+                without.undivided.append(error)
                 continue
             layouts = tuple(layout for layout, _ in chosen)
             if tuple(replace(layout, sharded_optimizer=False) for layout in layouts) in fitting:
@@ -133,6 +153,26 @@ class _Shape:
     def __str__(self) -> str:
         wide = f" of layers over {self.tensor} devices" if self.tensor > 1 else ""
         return f"{self.stages} {'stage' if self.stages == 1 else 'stages'}{wide}"
+
+
+def _holds_model(training: Training, workers: Machines, shape: _Shape) -> bool:
+    """Return whether a device has room for the model and one sample."""
+    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
+    layout = Layout(
+        global_batch=1, shard=shape.divided == "all", sharded_optimizer=shape.divided == "optimizer"
+    )
+    return all(
+        footprint_of(
+            part.workload,
+            layout,
+            micro_batch=1,
+            num_micro_batches=1,
+            replicas=workers.num_accelerators,
+            precision=part.precision,
+        ).total_bytes
+        <= room
+        for part in training.parts
+    )
 
 
 def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layout, bool]:

@@ -186,6 +186,19 @@ def test_layers_are_divided_over_the_fewest_devices_that_fit_and_twice_as_many()
     assert {(each.tensor, each.stages) for each in chosen(huge, hosts(16))} == {(8, 4), (8, 8)}
 
 
+def test_a_batch_need_not_divide_over_devices_that_do_not_hold_the_model() -> None:
+    with pytest.raises(UsageError, match=r"train\.global_batch_size 8 does not divide over 32 workers"):
+        chosen(part(8))
+    large = in_parts(part(8, parameters=600_000_000), 4)
+    assert {(each.tensor, each.stages, each.shard) for each in chosen(large)} == {
+        (4, 1, False),
+        (1, 4, False),
+        (1, 8, False),
+    }
+    with pytest.raises(UsageError, match=r"train\.global_batch_size 7 does not divide over 32 workers"):
+        chosen(in_parts(part(7, parameters=600_000_000), 4), has_stages=False)
+
+
 def test_parts_of_a_training_have_one_layout() -> None:
     parts = part(), part(parameters=600_000_000)
     training = Training(recipe="made", parts=parts)
