@@ -320,7 +320,7 @@ def refuse(rank: int) -> None:
 
     model = DistributedDataParallel(net())
     refused("set --servers.wait-for or --servers.staleness", model)
-    refused(r"asynchronous steps with AdamW\(betas=", model, asynchronous=True)
+    refused(r"servers.mode async with AdamW\(betas=", model, asynchronous=True)
     refused("wait_for 2 is for --servers.mode bounded or local", model, asynchronous=True, wait_for=2)
     refused("servers.staleness 0: each step would wait for all workers", model, staleness=0)
     refused("compensation 0.1 is for --servers.mode async", model, staleness=1, compensation=0.1)

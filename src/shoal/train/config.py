@@ -6,6 +6,7 @@ Defaults are here, presets in the TOML files of a recipe. Command-line options a
 # No postponed annotations: the command line would resolve them in the module of the subclass.
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -417,6 +418,51 @@ class ServersConfig:
             )
         staleness = int(self.late == "next") if self.staleness is None else self.staleness
         return WaitingRule(num_workers, wait_for, self.late, staleness, self.grace_s)
+
+    def check_clip(self, *, per_worker: bool) -> None:
+        """Check that servers get gradients that no worker has clipped.
+
+        Raises:
+            UsageError: each worker clips its own.
+        """
+        if self.option and per_worker:
+            raise UsageError(
+                f"{self.option} with optim.clip worker: servers clip the mean; use --optim.clip global"
+            )
+
+    def check_momentum(self, shown: str, momentum: float) -> None:
+        """Check that steps which wait for no worker have no momentum.
+
+        With momentum, a delay of one step lowers the largest stable learning rate 38-fold.
+
+        Args:
+            shown: the optimizer's option and its value, for the error.
+
+        Raises:
+            UsageError: they have.
+        """
+        if self.mode == "async" and momentum:
+            raise UsageError(
+                f"{self.option} with {shown}: with momentum {momentum}, gradients that are late soon make "
+                "training diverge; set it to 0, or use --servers.mode bounded, which keeps gradients in the "
+                "order of their batches"
+            )
+
+
+def check_normalised(option: str, max_norm: float | None) -> None:
+    """Check that servers do not clip what LANS divides by its norm.
+
+    Args:
+        option: has the norm, for the error.
+
+    Raises:
+        UsageError: ``max_norm`` is finite.
+    """
+    if max_norm is not None and max_norm < math.inf:
+        raise UsageError(
+            f"{option} {max_norm} with LANS, which divides each gradient by its norm: leave it out "
+            "(--optim.max-grad-norm none)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

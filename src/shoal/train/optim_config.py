@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import LRSchedule
-from shoal.train.config import ServersConfig
+from shoal.train.config import ServersConfig, check_normalised
 
 
 def _option(default: Any) -> Any:
@@ -160,25 +160,14 @@ def check_served(optim: OptimizerConfig, servers: ServersConfig) -> None:
     """
     if not servers.option:
         return
-    if optim.clip == "worker":
-        raise UsageError(
-            f"{servers.option} with optim.clip worker: servers clip the mean; use --optim.clip global"
-        )
+    servers.check_clip(per_worker=optim.clip == "worker")
     if servers.mode == "local":  # each worker steps by itself
         return
-    if optim.optimizer == "lans" and optim.max_grad_norm is not None and optim.max_grad_norm < math.inf:
-        raise UsageError(
-            f"{servers.option} with optim.max_grad_norm {optim.max_grad_norm} and lans, which divides each "
-            "gradient by its norm: leave it out (--optim.max-grad-norm none)"
-        )
+    if optim.optimizer == "lans":
+        check_normalised(f"{servers.option} with optim.max_grad_norm", optim.max_grad_norm)
     own = optim.options()
-    if servers.mode == "async" and (momentum := own.get("momentum", own.get("beta1"))):
-        option = "momentum" if "momentum" in own else "beta1"
-        raise UsageError(
-            f"{servers.option} with optim.{option} {momentum}: with momentum, gradients that are late soon "
-            f"make training diverge; use --optim.{option} 0, or --servers.mode bounded, which keeps "
-            "gradients in the order of their batches"
-        )
+    option = "momentum" if "momentum" in own else "beta1"
+    servers.check_momentum(f"optim.{option} {own.get(option)}", own.get(option) or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
+from torch.optim import SGD
 
 from shoal.decide.bounded_waiting import WaitingRule
 from shoal.errors import UsageError
+from shoal.optim.lans import Lans
 from shoal.recipes.bert import BertConfig
+from shoal.train import optim_config
 from shoal.train.config import (
     _MODES,
     _MODES_OF,
@@ -18,7 +23,9 @@ from shoal.train.config import (
     ServersConfig,
     check_combination,
 )
+from shoal.train.gradients import DataParallel
 from shoal.train.optim_config import PhasesOptimConfig
+from shoal.train.servers import choice, rules
 
 BOUNDED: dict[str, Any] = {"mode": "bounded"}
 LOCAL: dict[str, Any] = {"mode": "local", "local_steps": 4}
@@ -29,48 +36,106 @@ def test_every_option_says_which_modes_have_it() -> None:
     assert {mode for modes in _MODES_OF.values() for mode in modes} == set(_MODES) - {"off"}
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"mode": "asynchronous"}, "mode 'asynchronous' must be one of off, sync, bounded, async, local"),
-        ({"wait_for": 2}, "wait_for 2 is for --servers.mode bounded or local, not for mode off"),
-        ({"late": "next"}, "late next is for"),
-        ({"grace_s": 1.0}, "grace_s 1.0 is for"),
-        ({"replicas": 2}, "replicas 2 is for --servers.mode sync or bounded or async or local"),
-        ({"mode": "sync", "weights": "fp16"}, "weights 'fp16' must be one of fp32, bf16"),
-        ({**BOUNDED, "staleness": 1, "weights": "bf16"}, "weights bf16 is for --servers.mode sync, not for"),
-        ({"mode": "sync", "replicas": 3}, "replicas 3 must be one of 1, 2"),
-        ({"mode": "sync", "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode sync"),
-        ({"mode": "async", "staleness": 1}, "staleness 1 is for"),
-        ({"mode": "async", "wait_for": 2}, "wait_for 2 is for"),
-        ({**BOUNDED, "staleness": 1, "compensation": 0.04}, "compensation 0.04 is for --servers.mode async"),
-        (BOUNDED, "set --servers.wait-for or --servers.staleness; mode sync waits for all"),
-        ({**BOUNDED, "wait_for": 0}, "wait_for 0 must be at least 1"),
-        ({**BOUNDED, "wait_for": 2, "late": "soon"}, "late 'soon' must be one of drop, next"),
-        ({**BOUNDED, "wait_for": 2, "grace_s": -1.0}, "grace_s -1.0 must be at least 0"),
-        ({**BOUNDED, "staleness": 1, "late": "next"}, "no gradient is late"),
-        ({**BOUNDED, "staleness": 1, "grace_s": 1.0}, "no gradient is late"),
-        ({**BOUNDED, "wait_for": 2, "staleness": 1}, "gradients that are dropped have none"),
-        ({**BOUNDED, "staleness": -1}, "at least 0"),
-        ({**BOUNDED, "staleness": 0}, "each step would wait for all workers; give at least 1"),
-        ({**BOUNDED, "wait_for": 2, "extrapolation": 1.0}, "set --servers.staleness, without wait-for"),
-        ({"mode": "local"}, "set --servers.local-steps"),
-        ({**LOCAL, "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode local"),
-        ({**LOCAL, "outer_momentum": 1.0}, "below 1"),
-        ({"fragments": 2}, "fragments 2 is for --servers.mode local"),
-        (
-            {**LOCAL, "fragments": 2, "wait_for": 2, "late": "next"},
-            "late next with fragments 2: the next exchange is of another fragment than the late change",
-        ),
-        ({**LOCAL, "fragments": 0}, "at least 1"),
-        ({**LOCAL, "fragments": 5}, "fragments 5 in every 4 local steps: .* give 1 to 4"),
-        ({**LOCAL, "fragments": 2, "delay": 3}, "give 0 to 2"),
-        ({**LOCAL, "delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
-    ],
-)
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"mode": "asynchronous"}, "mode 'asynchronous' must be one of off, sync, bounded, async, local"),
+    ({"wait_for": 2}, "wait_for 2 is for --servers.mode bounded or local, not for mode off"),
+    ({"late": "next"}, "late next is for"),
+    ({"grace_s": 1.0}, "grace_s 1.0 is for"),
+    ({"replicas": 2}, "replicas 2 is for --servers.mode sync or bounded or async or local"),
+    ({"mode": "sync", "weights": "fp16"}, "weights 'fp16' must be one of fp32, bf16"),
+    ({**BOUNDED, "staleness": 1, "weights": "bf16"}, "weights bf16 is for --servers.mode sync, not for"),
+    ({"mode": "sync", "replicas": 3}, "replicas 3 must be one of 1, 2"),
+    ({"mode": "sync", "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode sync"),
+    ({"mode": "async", "staleness": 1}, "staleness 1 is for"),
+    ({"mode": "async", "wait_for": 2}, "wait_for 2 is for"),
+    ({**BOUNDED, "staleness": 1, "compensation": 0.04}, "compensation 0.04 is for --servers.mode async"),
+    (BOUNDED, "set --servers.wait-for or --servers.staleness; mode sync waits for all"),
+    ({**BOUNDED, "wait_for": 0}, "wait_for 0 must be at least 1"),
+    ({**BOUNDED, "wait_for": 2, "late": "soon"}, "late 'soon' must be one of drop, next"),
+    ({**BOUNDED, "wait_for": 2, "grace_s": -1.0}, "grace_s -1.0 must be at least 0"),
+    ({**BOUNDED, "staleness": 1, "late": "next"}, "no gradient is late"),
+    ({**BOUNDED, "staleness": 1, "grace_s": 1.0}, "no gradient is late"),
+    ({**BOUNDED, "wait_for": 2, "staleness": 1}, "gradients that are dropped have none"),
+    ({**BOUNDED, "wait_for": 2, "late": "partial"}, "partial is for local steps"),
+    ({**LOCAL, "wait_for": 2, "late": "partial"}, "late partial with grace_s 0"),
+    ({**BOUNDED, "staleness": -1}, "at least 0"),
+    ({**BOUNDED, "staleness": 0}, "each step would wait for all workers; give at least 1"),
+    ({**BOUNDED, "wait_for": 2, "extrapolation": 1.0}, "set --servers.staleness, without wait-for"),
+    ({"mode": "local"}, "set --servers.local-steps"),
+    ({**LOCAL, "staleness": 1}, "staleness 1 is for --servers.mode bounded, not for mode local"),
+    ({**LOCAL, "outer_momentum": 1.0}, "below 1"),
+    ({"fragments": 2}, "fragments 2 is for --servers.mode local"),
+    (
+        {**LOCAL, "fragments": 2, "wait_for": 2, "late": "next"},
+        "late next with fragments 2: the next exchange is of another fragment than the late change",
+    ),
+    ({**LOCAL, "fragments": 0}, "at least 1"),
+    ({**LOCAL, "fragments": 5}, "fragments 5 in every 4 local steps: .* give 1 to 4"),
+    ({**LOCAL, "fragments": 2, "delay": 3}, "give 0 to 2"),
+    ({**LOCAL, "delay": 1, "mix": 1.0}, "mix 1.0 must be at least 0 and below 1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), CONTRADICTIONS)
 def test_settings_that_contradict_each_other_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ServersConfig(**given)
+
+
+@pytest.mark.parametrize("given", [given for given, _ in CONTRADICTIONS])
+def test_no_other_module_checks_the_options_of_a_mode(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServersConfig, "__post_init__", lambda self: None)
+    servers = ServersConfig(**given)
+    BertConfig(servers=servers, optim=PhasesOptimConfig(optimizer="adafactor"))
+    choice._check_run(servers, {"optimizer": SGD([torch.ones(1)])}, [Averaging()])
+
+
+class Averaging(DataParallel):
+    """Stands for a wrapped model, whose gradients are averaged or not."""
+
+    def __init__(self, average: bool = True) -> None:
+        self.average = average
+
+
+MODE = ServersConfig(mode="async")
+
+
+@pytest.mark.parametrize(
+    ("rule", "of_settings", "of_objects"),
+    [
+        (
+            (ServersConfig, "check_clip"),
+            lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(clip="worker", beta1=0.0)),
+            lambda: choice._check_run(MODE, {"optimizer": SGD([torch.ones(1)])}, [Averaging(False)]),
+        ),
+        (
+            (ServersConfig, "check_momentum"),
+            lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(beta1=0.5)),
+            lambda: rules.check_momentum(SGD([torch.ones(1)], momentum=0.5), MODE),
+        ),
+        (
+            (None, "check_normalised"),
+            lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(optimizer="lans", beta1=0.0)),
+            lambda: rules.check_max_norm(Lans([torch.ones(1)], lr=0.1), 1.0),
+        ),
+    ],
+)
+def test_settings_and_objects_meet_the_same_rule(
+    rule: tuple[Any, str],
+    of_settings: Callable[[], object],
+    of_objects: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    owner, name = rule
+    for check in (of_settings, of_objects):
+        with pytest.raises(UsageError):
+            check()
+    for place in (owner,) if owner else (optim_config, rules):
+        monkeypatch.setattr(place, name, lambda *_, **__: None)
+    of_settings()
+    of_objects()
 
 
 def test_the_wire_and_the_shares_go_with_the_mode() -> None:
@@ -102,9 +167,13 @@ def test_the_wire_and_the_shares_go_with_the_mode() -> None:
     [
         ({"mode": "sync"}, {"clip": "worker"}, "servers.mode sync with optim.clip worker"),
         (LOCAL, {"clip": "worker"}, "servers.mode local with optim.clip worker"),
-        ({"mode": "sync"}, {"optimizer": "lans"}, r"max_grad_norm 1.0 and lans.*--optim\.max-grad-norm none"),
+        (
+            {"mode": "sync"},
+            {"optimizer": "lans"},
+            r"max_grad_norm 1.0 with LANS.*--optim\.max-grad-norm none",
+        ),
         ({**BOUNDED, "staleness": 1}, {"optimizer": "lans"}, "mode bounded with optim.max_grad_norm 1.0"),
-        ({"mode": "async"}, {}, r"with optim\.beta1 0\.9: with momentum.*use --optim\.beta1 0, or"),
+        ({"mode": "async"}, {}, r"with optim\.beta1 0\.9: with momentum.*set it to 0, or"),
         ({"mode": "async"}, {"optimizer": "adamw", "beta1": 0.5}, r"with optim\.beta1 0\.5"),
     ],
 )

@@ -76,8 +76,7 @@ def _check_run(config: ServersConfig, kept: Mapping[str, Any], models: Sequence[
             f"{option} is for one model of run.data_parallel, and the run has {len(models)}: leave it out (a "
             "pipeline's stages update their own weights)"
         )
-    if not models[0].average:
-        raise UsageError(f"{option} with optim.clip worker: servers clip the mean; use --optim.clip global")
+    config.check_clip(per_worker=not models[0].average)
 
 
 def _own_tensors(kept: Mapping[str, Any], model: DataParallel) -> list[Tensor]:

@@ -20,6 +20,7 @@ from shoal.optim.adafactor import Adafactor, is_factored
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.moments import parameters_of
+from shoal.train.config import ServersConfig, check_normalised
 from shoal.train.servers.tensors import KERNELS, kernel_of
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")
@@ -75,31 +76,20 @@ def check_outer(outer: Optimizer, model: nn.Module) -> None:
         )
 
 
-def check_no_momentum(optimizer: Optimizer) -> None:
-    """Check that an optimizer has no momentum, for asynchronous steps.
-
-    With momentum, a delay of one step lowers the largest stable learning rate 38-fold.
-    """
+def check_momentum(optimizer: Optimizer, config: ServersConfig) -> None:
+    """Check the momentum of an optimizer by :meth:`ServersConfig.check_momentum`."""
     for group in optimizer.param_groups:
         name = "momentum" if "momentum" in group else "betas"
         momentum = group["momentum"] if name == "momentum" else group.get("betas", (0.0,))[0]
-        if momentum:
-            raise UsageError(
-                f"asynchronous steps with {type(optimizer).__name__}({name}={group[name]}): with momentum "
-                f"{momentum}, gradients that are late soon make training diverge; set it to 0, or bound the "
-                "staleness, which keeps gradients in the order of their batches"
-            )
+        config.check_momentum(f"{type(optimizer).__name__}({name}={group.get(name)})", momentum)
 
 
 def check_max_norm(optimizer: Optimizer, max_norm: float | None) -> None:
     """Check that ``max_norm`` is above 0, and that the optimizer neither clips nor normalises."""
     if max_norm is not None and not max_norm > 0:
         raise UsageError(f"max_norm={max_norm} must be above 0; None clips nothing")
-    if max_norm is not None and max_norm < math.inf and isinstance(optimizer, Lans):
-        raise UsageError(
-            f"max_norm={max_norm} with Lans, which divides each gradient by its norm: leave it out "
-            "(--optim.max-grad-norm none)"
-        )
+    if isinstance(optimizer, Lans):
+        check_normalised("max_norm", max_norm)
     own_limit = optimizer.max_grad_norm if isinstance(optimizer, Lamb) else None
     if max_norm is not None and max_norm < math.inf and own_limit is not None:
         raise UsageError(

@@ -66,7 +66,7 @@ from shoal.train.servers.rules import (
     check_gradient_hooks,
     check_max_norm,
     check_model,
-    check_no_momentum,
+    check_momentum,
     check_optimizer,
 )
 from shoal.train.servers.tensors import (
@@ -252,8 +252,7 @@ class BoundedSteps(ServersUpdate):
         check_max_norm(optimizer, max_norm)
         check_buffers(model)
         self._rule = config.rule(dist.get_world_size(model.process_group))
-        if self._rule.asynchronous:
-            check_no_momentum(optimizer)
+        check_momentum(optimizer, config)
         self.note = f"servers step with {self._rule.text}; the gradients of each step are in {LOG}"
         is_first = dist.get_rank(model.process_group) == 0
         self._log, self._config = StepLog(log if is_first else None), config
