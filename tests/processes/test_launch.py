@@ -16,8 +16,10 @@ from launch_job import work
 from launched import END_DEADLINE_S, JOB, START_DEADLINE_S, Launched, Launchers, is_alive, run_launcher
 
 from forked import fork_process, free_port, torchrun, wait_for
+from instance_metadata import serving
 from shoal.errors import EXIT_STOPPED, UsageError
 from shoal.launch.local import launch
+from shoal.launch.spot_notice import ENDPOINT
 from shoal.launch.worker import run_worker
 
 
@@ -181,6 +183,18 @@ def test_a_signal_to_one_worker_lets_all_save(
     assert (tmp_path / "saved-0").read_text() == "None"
     assert (tmp_path / "saved-1").read_text() == number.name
     assert job.text == "worker 0 says hello; terminal: False\n"
+
+
+def test_ec2s_notice_lets_all_save(start: Launchers, tmp_path: Path) -> None:
+    with serving() as service:
+        job = start("endless", environ={ENDPOINT: service.url})
+        job.await_file("step-0", "step-1")
+        service.notice = b'{"action": "stop", "time": "2026-11-28T08:22:00Z"}'
+        assert job.wait() == EXIT_STOPPED
+    saved = [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)]
+    assert "SIGTERM" in saved
+    assert set(saved) <= {"SIGTERM", "None"}  # one may have seen the other's wish before its own signal
+    assert "shoal: EC2 takes this instance back (stop at 2026-11-28T08:22:00Z)" in job.text
 
 
 def test_repeated_signals_change_nothing(start: Launchers) -> None:

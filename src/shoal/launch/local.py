@@ -12,11 +12,14 @@ waits 30 s for workers that hang in a collective.
 from __future__ import annotations
 
 import fcntl
+import os
 import secrets
 import shutil
+import signal
 import socket
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +37,7 @@ from shoal.env.settings import INTERFACE, LAUNCH_DIR, SECRET, SECRET_FILE
 from shoal.env.variables import child_environment, without, without_brackets
 from shoal.env.worker import STORE_FILE
 from shoal.errors import EXIT_STOPPED, UsageError
+from shoal.launch.spot_notice import watched_notice
 from shoal.launch.supervision import POLL_S, THREADS, Job, Outcome, worker_variables, write_secret
 
 if TYPE_CHECKING:
@@ -104,7 +108,8 @@ def launch(
     host, port = _rendezvous_of(num_workers, nnodes, rdzv, has_secret=given_secret is not None)
     folder = Path(tempfile.mkdtemp(prefix="shoal-launch-"))  # 0700
     try:
-        with Job(log_dir, error_dir=folder, usr2_is_term=usr2_is_term) as job, without(SECRET):
+        job = Job(log_dir, error_dir=folder, usr2_is_term=usr2_is_term)
+        with job, watched_notice(_end_workers), without(SECRET):
             secret = given_secret or secrets.token_hex(32).encode()
             group = None
             if nnodes > 1 or helpers_wait:
@@ -139,6 +144,13 @@ def launch(
         return outcome.report()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end_workers(notice: str) -> None:
+    """Ask the workers of this host to save and leave, as by SIGTERM."""
+    text = f"shoal: EC2 takes this instance back ({notice}): its workers save and leave"
+    print(text, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _meet(
