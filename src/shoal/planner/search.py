@@ -148,7 +148,7 @@ class _Shape:
     tensor: int = 1
     stages: int = 1
     divided: Divided = "nothing"
-    """What the replicas divide among them."""
+    """State that is sharded over the replicas."""
 
     def __str__(self) -> str:
         wide = f" of layers over {self.tensor} devices" if self.tensor > 1 else ""
