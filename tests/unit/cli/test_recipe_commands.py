@@ -16,8 +16,8 @@ import pytest
 from cyclopts import App, ArgumentCollection
 
 from forked import shoal
+from shoal.cli.settings import shortened
 from shoal.env.machine import num_gpus
-from shoal.train.config import shortened
 from synthetic_text import prepare, random_documents
 
 
