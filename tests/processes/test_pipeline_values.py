@@ -1,13 +1,19 @@
-"""Sends complex tensors, masks, lists, dicts and ``None`` between pipeline stages, beside activations."""
+"""Sends complex tensors, masks, lists, dicts and ``None`` between pipeline stages, beside activations.
+
+A stage that computes nothing in evaluation sends what it received.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pipeline_world import Made, Shared, Worker, run_worlds, worst_gradient
 from torch import Tensor, nn
+
+from shoal.pipelining.units import units_of
 
 ROWS, LENGTH, WIDTH, LAYERS = 8, 6, 8, 4
 
@@ -62,6 +68,34 @@ def make_models() -> Shared:
     return {"decoder": Made(a_decoder)}
 
 
+def make_gpt2() -> Shared:
+    return {"gpt2": Made("gpt2", dropout=0.1)}
+
+
+def scores(worker: Worker) -> list[float]:
+    """Return the loss in evaluation of the whole model, then of stages of which one is dropout alone."""
+    made = worker.shared["gpt2"]
+    made.model.eval()
+    with torch.no_grad():
+        found = [float(made.model(**made.batch).loss)]
+    made.model.train()
+    units = units_of(made.exported[True])
+    drop = units.names.index("transformer.drop")
+    for replicas in (1, 2):
+        stage, batch = worker.pipeline(
+            made,
+            ranks=2 // replicas,
+            virtual=4 // (2 // replicas),
+            replicas=replicas,
+            schedule="interleaved",
+            cuts=[drop, drop + 1, len(units) // 2],
+            shard=replicas > 1,
+        )
+        found.append(float(stage.evaluate(**batch).loss))
+        stage.close()
+    return found
+
+
 def errors(worker: Worker) -> dict[str, float]:
     made = worker.shared["decoder"]
     oracle = made.oracle()
@@ -79,3 +113,9 @@ def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
     (world,) = run_worlds(tmp_path, make_models, [(2, errors)])
     for found in world:
         assert set(found) == {"1f1b", "gpipe", "interleaved"} and max(found.values()) < 1e-5, found
+
+
+def test_a_stage_of_dropout_alone_evaluates(tmp_path: Path) -> None:
+    (world,) = run_worlds(tmp_path, make_gpt2, [(2, scores)])
+    for whole, *others in world:
+        assert others == pytest.approx([whole] * 2, rel=1e-6)

@@ -118,7 +118,8 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
     """Return cuts of the other mode's graph with which every stage reads the same parameters in both modes.
 
     The two graphs differ where training does. The other graph is cut before the node that is nearest to the
-    first node behind the cut here, at a legal place that divides the parameters in the same way.
+    first node behind the cut here, at a legal place that divides the parameters in the same way. A stage of
+    which the other graph has nothing, such as the dropout inside an attention, passes its values on there.
     """
     labels = {label: position for position, label in enumerate(_labels(other))}
     positions = [labels.get(label) for label in _labels(flow)]
@@ -129,7 +130,7 @@ def _same_places(flow: Dataflow, bounds: Bounds, other: Dataflow) -> Bounds:
         aim = next((cut for cut in positions[begin:] if cut is not None), len(other.body) - 1)
         behind = set[str]().union(*owned[index:])
         for position in sorted(valid, key=lambda position: abs(position - aim)):
-            if position <= starts[-1]:
+            if position < starts[-1]:
                 continue
             before = _read(other, starts[-1], position, buffers=False)
             rest = _read(other, position, len(other.body), buffers=False)

@@ -93,6 +93,25 @@ def evaluate(stages: list, batch: Batch) -> tuple:
 
 
 @pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "gpt2")]
+)
+def test_every_cut_at_once_evaluates(name: str) -> None:
+    """Some units of training, such as the dropout of an attention, are nothing in evaluation."""
+    model, batch = cases(dropout=0.1)[name]()
+    batch = micro_batch(batch)
+    training, evaluation = export_model(model, batch, True), export_model(model, batch, False)
+    units = units_of(training)
+    cuts = range(1, len(units))
+    stages = split(training, cuts, evaluation=evaluation, units=units)
+    of_training = split(training, cuts, units=units)
+    assert [s.parameter_names for s in stages] == [s.parameter_names for s in of_training]
+    model.eval()
+    with torch.no_grad():
+        expected = model(**batch).loss
+    assert torch.equal(evaluation.unflatten(evaluate(stages, batch)).loss, expected)
+
+
+@pytest.mark.parametrize(
     ("name", "stride"),
     [
         ("t5", 15),
