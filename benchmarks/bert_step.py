@@ -118,6 +118,29 @@ def require_data(case: Case) -> None:
             )
 
 
+def compare_with_trainer(bench: Benchmark, name: str, size: str, num_steps: int) -> None:
+    """Add the row of a case against transformers' ``Trainer``; measured again once, if it was disturbed."""
+    case, device = CASES[name], bench.args.device
+    result, foreign = measure(name, device, size, num_steps)
+    num_retaken = 0
+    while foreign > MAX_FOREIGN and num_retaken < MOST_RETAKEN and size != "tiny":
+        result, foreign = measure(name, device, size, num_steps)
+        num_retaken += 1
+    model = "ALBERT" if name == "albert" else "BERT"
+    batch = f"{case.batch_size[device]} × ≤{case.max_seq_length}"
+    bench.add(
+        f"{model}-{size}, {case.title}, {batch}, fill {result['fill']:.2f}",
+        ours=result["ours"],
+        peer=result["peer"],
+        peer_name="transformers.Trainer",
+        unit="tokens/s",
+        target=case.target,
+        better="higher",
+        foreign_cores=[foreign],
+        num_retaken=num_retaken,
+    )
+
+
 def main() -> int:
     options = argparse.ArgumentParser(add_help=False)
     options.add_argument("--case", choices=tuple(CASES), action="append", help="only these")
@@ -125,34 +148,24 @@ def main() -> int:
     options.add_argument(
         "--size", choices=("base", "large", "tiny"), default="base", help="tiny only shows that it runs"
     )
+    options.add_argument(
+        "--backends", action="store_true", help="only the rows of shoal against gloo, on CPUs"
+    )
     bench = Benchmark("bert_step", options=options)
-    peer_module("accelerate")
-    device: Device = bench.args.device
-    chosen = {name: CASES[name] for name in bench.args.case or CASES}
-    for case in chosen.values():
-        require_data(case)
-    num_steps = NUM_STEPS[device] // (2 if bench.quick else 1) if bench.args.size != "tiny" else 2
-    for name, case in chosen.items():
-        result, foreign = measure(name, device, bench.args.size, num_steps)
-        num_retaken = 0
-        while foreign > MAX_FOREIGN and num_retaken < MOST_RETAKEN and bench.args.size != "tiny":
-            result, foreign = measure(name, device, bench.args.size, num_steps)
-            num_retaken += 1
-        model = "ALBERT" if name == "albert" else "BERT"
-        batch = f"{case.batch_size[device]} × ≤{case.max_seq_length}"
-        bench.add(
-            f"{model}-{bench.args.size}, {case.title}, {batch}, fill {result['fill']:.2f}",
-            ours=result["ours"],
-            peer=result["peer"],
-            peer_name="transformers.Trainer",
-            unit="tokens/s",
-            target=case.target,
-            better="higher",
-            foreign_cores=[foreign],
-            num_retaken=num_retaken,
-        )
+    device, size, backends = bench.args.device, bench.args.size, bench.args.backends
+    if backends and device != "cpu":
+        raise SystemExit("--backends compares on CPUs: leave out --device cuda")
+    names = bench.args.case or list(CASES)
+    for name in names:
+        require_data(CASES[name])
+    if not backends:
+        peer_module("accelerate")
+    num_steps = NUM_STEPS[device] // (2 if bench.quick else 1) if size != "tiny" else 2
+    for name in names:
+        if not backends:
+            compare_with_trainer(bench, name, size, num_steps)
         if device == "cpu":
-            compare_backends(bench, name, bench.args.size, num_steps)
+            compare_backends(bench, name, size, num_steps)
     return bench.finish()
 
 
