@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from shoal.comm.engine import CommError
+from shoal.comm.folder_store import FolderStore
 from shoal.train.crew import Crew
 
 SAMPLES = 24
@@ -80,7 +81,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _store(folder: Path, port: int) -> Any:
     if not port:
-        return FileStore(str(folder / "store"), -1)
+        return FolderStore(folder / "store", timedelta(minutes=5))
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 
 

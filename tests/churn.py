@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 
 import shoal.comm
 from forked import fork_process, wait_for
+from shoal.comm.folder_store import FolderStore
 from shoal.errors import ShoalError
 from shoal.train.crew import Crew
 
@@ -63,11 +63,10 @@ def digest(model: nn.Module) -> str:
 # ---- a member -------------------------------------------------------------------------------------------
 
 
-def train(folder: Path, port: int, number: int, rank: int, size: int) -> None:
+def train(folder: Path, number: int, rank: int, size: int) -> None:
     """Train until the file ``end`` is there; write the members' number of each step, and the weights' hash.
 
     Args:
-        port: of the store, which a file cannot be: a kill between two writes leaves half a record in it.
         number: of the process.
         rank: in the group with which the training starts, or any other.
         size: of that group.
@@ -76,7 +75,7 @@ def train(folder: Path, port: int, number: int, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "shoal",
-        store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
+        store=FolderStore(folder / "store", timedelta(minutes=5)),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=60),
@@ -165,10 +164,7 @@ def churn(folder: Path, *, seconds: float, seed: int) -> Result:
         ShoalError: a member failed, or no step was taken for long.
     """
     draw = random.Random(seed)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members = {
-        number: fork_process(train, folder, store.port, number, number, LEAST) for number in range(LEAST)
-    }
+    members = {number: fork_process(train, folder, number, number, LEAST) for number in range(LEAST)}
     num_kills, num_starts, watch = 0, 0, Watch(folder)
     watch.until(lambda: watch.num_bytes > 0, members, _END_S)
     watch.longest_s, until = 0.0, time.monotonic() + seconds
@@ -177,7 +173,7 @@ def churn(folder: Path, *, seconds: float, seed: int) -> Result:
         watch.until(lambda: time.monotonic() > next_event, members, _END_S)  # noqa: B023  # called at once
         if len(members) < MOST and (len(members) == LEAST or draw.random() < 0.55):
             number = LEAST + num_starts
-            members[number] = fork_process(train, folder, store.port, number, 0, LEAST)
+            members[number] = fork_process(train, folder, number, 0, LEAST)
             num_starts += 1
         else:
             number = draw.choice(sorted(members))

@@ -18,6 +18,7 @@ from torch import nn
 import shoal.comm
 from forked import fork_process, wait_for
 from shoal.comm.engine import CommError
+from shoal.comm.folder_store import FolderStore
 from shoal.errors import ShoalError
 from shoal.train import crew as crew_state
 from shoal.train.crew import Crew, give_state
@@ -72,7 +73,7 @@ def work(
     At ``waits_at`` the first member waits until one has asked.
     """
     shoal.comm.register()
-    store = dist.FileStore(str(folder / "store"), -1)
+    store = FolderStore(folder / "store", timedelta(minutes=5))
     dist.init_process_group(
         "shoal",
         store=store,

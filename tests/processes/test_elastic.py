@@ -26,7 +26,7 @@ from pretrain_jobs import (
 
 from forked import fork_process
 from shoal import record
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.env.worker import MEMBERS, WorkerEnv, WorkerRanks
 from shoal.errors import EXIT_LOST, EXIT_STOPPED
 from shoal.recipes.albert import AlbertConfig
 from shoal.train.run import Run
@@ -140,11 +140,20 @@ def test_a_worker_is_lost_and_comes_back(
         for rank in range(NUM_WORKERS)
     ]
     workers[lost].join()
+    plant_half_a_record(config.run.dir.parent)
     again = start(config, lost)
     codes = wait([*workers, again])
     assert codes == [*(KILLED if rank == lost else 0 for rank in range(NUM_WORKERS)), 0], logs(config)
     assert losses(config.run.dir) == pytest.approx(expected, rel=1e-6)
     assert changes(config) == [(3, 2), (2, 3)]
+
+
+def plant_half_a_record(folder: Path) -> None:
+    """Leave what a worker leaves that is killed while it writes to the store: a length, and half of a key."""
+    record = (1000).to_bytes(8, "little") + b"half a key"
+    with (folder / "store").open("ab") as file:
+        file.write(record)
+    (folder / f"store{MEMBERS}" / "new-half").write_bytes(record)
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -13,6 +13,8 @@ from shoal.errors import UsageError
 
 STORE_FILE = "SHOAL_STORE_FILE"
 """File of torch's ``FileStore``, by which the workers of one host rendezvous without a port."""
+MEMBERS = ".members"
+"""End of the name of the folder beside it, the store of workers that come and go."""
 DEFAULT_PORT = 29_500
 """torchrun's default of MASTER_PORT."""
 _SAFE_IN_URL = re.compile(r"/[^?#\x00-\x1f]*")

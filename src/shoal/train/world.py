@@ -25,14 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shoal.decide.backend import SHOAL, BackendChoice
 from shoal.env.machine import GPU_DEVICES, cpu_quota, num_cores, promised_gpus, selected_gpus
 from shoal.env.settings import LAUNCH_DIR, host_id
 from shoal.env.variables import Environ, variables_of
-from shoal.env.worker import WorkerEnv, WorkerRanks
+from shoal.env.worker import MEMBERS, WorkerEnv, WorkerRanks
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
 from shoal.train.backends import Purpose, agree_on_backend, num_hosts_of
@@ -218,12 +218,9 @@ def join_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         choose_kernels()
-    store, _, _ = next(
-        rendezvous(joined.init_method, rank=ranks.rank, world_size=ranks.num_workers, timeout=timeout)
-    )
-    store.set_timeout(timeout)
-    store = PrefixStore(f"join {next(_joins)}/", store)  # torchrun's outlives the process group
     elastic = config.elastic if purpose.averages else None
+    job_store = _store_of(joined, timeout, changes=elastic is not None)
+    store = PrefixStore(f"join {next(_joins)}/", job_store)  # torchrun's outlives the process group
     if elastic is not None:
         from shoal.comm.members import require_changing_groups
 
@@ -269,6 +266,24 @@ def join_world(
         if members is not None:
             members.close()
         dist.destroy_process_group()
+
+
+def _store_of(joined: WorkerEnv, timeout: timedelta, *, changes: bool) -> Store:
+    """Return the job's store; on one host, where members may be killed, one that a kill does not damage."""
+    if changes and joined.store_file is not None:
+        from shoal.comm.folder_store import FolderStore
+
+        return FolderStore(joined.store_file.with_suffix(MEMBERS), timeout)
+    store: Store = next(
+        rendezvous(
+            joined.init_method,
+            rank=joined.ranks.rank,
+            world_size=joined.ranks.num_workers,
+            timeout=timeout,
+        )
+    )[0]
+    store.set_timeout(timeout)
+    return store
 
 
 # ---- exchange of values ----------------------------------------------------------------------------------
