@@ -159,7 +159,7 @@ def adamw_step(
 
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`.
     """
-    return _step_moments("adamw_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
+    return _step("adamw_step", [weights, grads, exp_avgs, exp_avg_sqs], list(steps), **options)
 
 
 def sgd_step(
@@ -170,8 +170,7 @@ def sgd_step(
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; with ``momentum`` 0
     ``momenta`` are not read, and may be the weights.
     """
-    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
-    return _updated("sgd_step", *addresses, _counts(weights), **options)
+    return _step("sgd_step", [weights, grads, momenta], **options)
 
 
 def lamb_step(
@@ -204,7 +203,7 @@ def lamb_step(
         UsageError: a tensor has another dtype, device or layout.
         ShoalError: the native core is missing.
     """
-    return _step_moments("lamb_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
+    return _step("lamb_step", [weights, grads, exp_avgs, exp_avg_sqs], list(steps), **options)
 
 
 def lans_step(
@@ -220,7 +219,7 @@ def lans_step(
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; the norm of the
     gradients is that before they are normalised.
     """
-    return _step_moments("lans_step", [weights, grads, exp_avgs, exp_avg_sqs], steps, **options)
+    return _step("lans_step", [weights, grads, exp_avgs, exp_avg_sqs], list(steps), **options)
 
 
 def lars_step(
@@ -231,8 +230,7 @@ def lars_step(
     Arguments, returned norms, errors and reproducibility are as in :func:`lamb_step`; ``clips`` chooses the
     LARC form.
     """
-    addresses = [_addresses(tensors, weights) for tensors in (weights, grads, momenta)]
-    return _updated("lars_step", *addresses, _counts(weights), **options)
+    return _step("lars_step", [weights, grads, momenta], **options)
 
 
 def novograd_step(
@@ -279,11 +277,12 @@ def adafactor_step(
     return _updated("adafactor_step", *addresses, _counts(weights), columns, list(shares), **options)
 
 
-def _step_moments(
-    kernel: str, lists: Sequence[Sequence[Tensor]], steps: Sequence[float], **options: Any
+def _step(
+    kernel: str, lists: Sequence[Sequence[Tensor]], *numbers: Sequence[float], **options: Any
 ) -> tuple[float, float]:
+    """Run an optimizer's kernel on lists of tensors alike, the weights first, and numbers of each."""
     addresses = [_addresses(tensors, lists[0]) for tensors in lists]
-    return _updated(kernel, *addresses, _counts(lists[0]), list(steps), **options)
+    return _updated(kernel, *addresses, _counts(lists[0]), *numbers, **options)
 
 
 def _updated(
