@@ -167,8 +167,18 @@ def draw(path: Path, rows: list[CollectiveRow], network: HostNetwork) -> None:
         for axes in panels:
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, [formatting.size(size) for size in sizes], fontsize=7)
-            axes.grid(color="#dddddd", linewidth=0.6)
-            axes.legend(frameon=False, fontsize=8)
+    write_chart(figure, path)
+
+
+def write_chart(figure: Any, path: Path) -> None:
+    """Draw a grid and a legend in each panel of matplotlib's figure; the suffix chooses the file's format.
+
+    Raises:
+        UsageError: matplotlib does not know the suffix.
+    """
+    for axes in figure.axes:
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.legend(frameon=False, fontsize=8)
     try:
         figure.savefig(path, dpi=120)
     except ValueError as error:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from shoal import formatting
 from shoal.bench.comm_options import COLOCATED, split_list
-from shoal.bench.comm_results import time_text
+from shoal.bench.comm_results import time_text, write_chart
 from shoal.errors import UsageError
 
 KIND = "shoal bench scaling"
@@ -259,12 +259,7 @@ class Scaling:
         for axes in (rates, efficiencies):
             axes.set_xticks(counts, [str(count) for count in counts])
             axes.set_xlabel("hosts")
-            axes.grid(color="#dddddd", linewidth=0.6)
-            axes.legend(frameon=False, fontsize=8)
-        try:
-            figure.savefig(path, dpi=120)
-        except ValueError as error:
-            raise UsageError(f"--plot {path}: {error}") from None
+        write_chart(figure, path)
 
 
 def _each(rows: Sequence[ScalingRow], name: str) -> list[float]:
