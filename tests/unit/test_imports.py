@@ -202,6 +202,8 @@ def environment_reads(source: str) -> list[int]:
     """Return the lines that reach the environment variables through ``os``."""
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     lines: list[int] = []
+    if not any(name in source for name in names):
+        return lines
     for node in ast.walk(ast.parse(source)):
         attribute = (
             isinstance(node, ast.Attribute)
@@ -222,6 +224,8 @@ def environment_reads(source: str) -> list[int]:
 def json_reads(source: str) -> list[int]:
     """Return the lines that read JSON through the standard library."""
     lines: list[int] = []
+    if "json" not in source:
+        return lines
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             of_json = isinstance(node.value, ast.Name) and node.value.id == "json"
