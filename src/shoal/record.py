@@ -172,6 +172,8 @@ class Reads(_Line):
     """Copied to these caches, or read, from the storage of the data."""
     peer_failures: int
     """Times that another host did not give what it was asked for."""
+    policy: str = ""
+    """Kept by each host (:mod:`shoal.decide.cache_policy`): ``all``, its ``own`` part, or a ``window``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,6 +107,7 @@ def test_round_trip_of_every_kind(tmp_path: Path) -> None:
         checkpoint(10),
         pipeline_step(10),
         Reads(step=10, memory_bytes=3 << 40, peer_bytes=2 << 40, storage_bytes=1 << 40, peer_failures=1),
+        Reads(step=10, memory_bytes=3, peer_bytes=2, storage_bytes=1, peer_failures=0, policy="own"),
         Stop(step=10, reason="SIGTERM", exit_code=75),
         start(num_workers=3),
         Resume(step=10, path="step-10", damaged=["step-20: wrong checksum"]),

@@ -14,7 +14,10 @@ write to it. The folder stays open and is accessed through its descriptor, so th
 folder above cannot replace it.
 
 With peers (:mod:`shoal.data.peers`), a copy comes from the host that owns the shard, and only that host reads
-its storage. A host keeps room for the shards that it owns, and others use what is left.
+its storage. Where the caches of all hosts together hold the data, a host keeps room for the shards that it
+owns, and others use what is left (:mod:`shoal.decide.cache_policy`).
+
+:class:`Prefetch` makes copies before they are needed, in the order in which the samples use them.
 
 Without room, shards are read from their storage, which is slower but never wrong; this is counted, and
 reported once.
@@ -34,16 +37,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.atomic_io import PARTIAL, open_private_folder, publish, take_lock, write_atomically
 from shoal.data.manifest import ShardFile, map_file
 from shoal.data.peers import Peer, PeerError, PeerReader, Peers
 from shoal.data.storage import Bytes, LocalStorage, Storage
+from shoal.decide.cache_policy import CachePolicy, bytes_ahead, cache_policy, first_uses
 from shoal.errors import ShoalError, UsageError
 
 Parts = Callable[[], Iterable[bytes | memoryview]]
@@ -53,6 +61,8 @@ OWN_FOLDER = "shoal-cache"
 _COPY = re.compile(r".+-[0-9a-f]{16}\.[a-z]+")
 _NUM_COPIED = 8
 """Files that are copied at a time, where several are needed at once."""
+_NUM_PREFETCHED = 4
+_LOOK_S = 0.1
 _NO_ROOM = "the shards in use leave no room"
 
 
@@ -77,6 +87,26 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.num_bytes < 1:
             raise UsageError(f"cache_bytes {self.num_bytes} must be at least 1")
+
+    def kept(self, files: Iterable[ShardFile]) -> Kept:
+        """Return what this host keeps of the files of a data set."""
+        files = list(files)
+        peers = self.peers
+        policy = cache_policy(
+            data_bytes=sum(file.num_bytes for file in files),
+            cache_bytes=self.num_bytes,
+            cluster_bytes=sum(peer.num_bytes for peer in peers.hosts) if peers else self.num_bytes,
+        )
+        return Kept(policy, tuple(peers.own_files(files)) if peers else ())
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a host keeps of a data set."""
+
+    policy: CachePolicy = "window"
+    own: tuple[ShardFile, ...] = ()
+    """Files that this host copies from their storage for its peers."""
 
 
 @dataclass(kw_only=True)
@@ -116,12 +146,12 @@ _OFFSETS = {field.name: _COUNT.size * index for index, field in enumerate(fields
 class ShardCache:
     """Maps copies of shards into memory, and makes them. Threads may share it, processes may not."""
 
-    def __init__(self, config: CacheConfig, own: Iterable[ShardFile] = ()) -> None:
+    def __init__(self, config: CacheConfig, kept: Kept | None = None) -> None:
         """Open the folder of the cache, or create it.
 
         Args:
             config: location and size.
-            own: files that this host keeps for its peers; others leave room for them.
+            kept: of the data set, by :meth:`CacheConfig.kept`; default: what is needed.
 
         Raises:
             UsageError: it cannot be made or written, belongs to another user, or others may write to it.
@@ -133,7 +163,9 @@ class ShardCache:
         self._declined: set[str] = set()
         self._has_declined = False
         self._peers = PeerReader(config.peers) if config.peers else None
-        self._own = {file.copy_name: file.num_bytes for file in own}
+        self.kept = kept or Kept()
+        reserved = self.kept.own if self.kept.policy == "own" else ()
+        self._own = {file.copy_name: file.num_bytes for file in reserved}
         self._lock = threading.Lock()
         self._changed_ns = 0
         self._written = _shared_counts(config.counts) if config.counts else None
@@ -180,6 +212,13 @@ class ShardCache:
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self._folder / name, ns=(now, now))
         return data
+
+    def last_use_ns(self, name: str) -> int | None:
+        """Return when a copy was used last (with ``evict``), or made; ``None`` if there is none."""
+        try:
+            return (self._folder / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     @property
     def peer_problems(self) -> Mapping[tuple[str, str], int]:
@@ -357,6 +396,92 @@ class ShardCache:
             )
 
 
+class Prefetch:
+    """Makes copies in threads, in the order in which steps use files, until it is closed or all is full.
+
+    By the policy ``own`` only files of this host are copied before they are needed. Where the cache evicts,
+    copies that nobody has used yet take a part of it only; any process of the host may use them.
+
+    Errors are left to the reads, which meet them again.
+
+    Args:
+        cache: of this host.
+        files: that the steps use.
+        steps: the number of the file of each sample, step by step.
+        storage: of the files.
+    """
+
+    def __init__(
+        self,
+        cache: ShardCache,
+        files: Sequence[ShardFile],
+        steps: Iterable[npt.NDArray[np.int64]],
+        storage: Storage,
+    ) -> None:
+        """Start the threads."""
+        self._cache, self._storage = cache, storage
+        config, policy = cache.config, cache.kept.policy
+        self._room = bytes_ahead(policy, cache_bytes=config.num_bytes, evicts=config.evict)
+        numbers = first_uses(steps, len(files), again=policy == "window" and config.evict)
+        used = map(files.__getitem__, numbers)
+        own = {file.copy_name for file in cache.kept.own}
+        self._files = (file for file in used if policy != "own" or file.copy_name in own)
+        self._unused: dict[str, tuple[int, int | None]] = {}
+        """Bytes of each copy that was made here, and the time of its last use then; ``None``: it is made."""
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self.threads = [
+            threading.Thread(target=self._run, name="shoal-prefetch", daemon=True)
+            for _ in range(_NUM_PREFETCHED)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Begin no further copy."""
+        self._is_over.set()
+
+    def _run(self) -> None:
+        with contextlib.suppress(ShoalError, OSError):
+            while (file := self._next()) is not None:
+                copy = self._cache.get(file, partial(self._storage.parts, file))
+                if copy is None:
+                    break
+                with copy:
+                    made_ns = os.fstat(copy.fileno()).st_mtime_ns
+                    self._unused[file.copy_name] = file.num_bytes, made_ns
+        self.close()
+
+    def _next(self) -> ShardFile | None:
+        """Return the next file without a copy, once it has room; ``None``: there is none, or no room."""
+        with self._lock:
+            for file in self._files:
+                if (copy := self._cache.find(file)) is not None:
+                    copy.close()
+                elif file.copy_name not in self._unused:
+                    if not self._waits_for_room(file.num_bytes):
+                        return None
+                    self._unused[file.copy_name] = file.num_bytes, None
+                    return file
+        return None
+
+    def _waits_for_room(self, num_bytes: int) -> bool:
+        """Wait until copies were used, so that there is room for another; return whether there is."""
+        while not self._is_over.is_set():
+            for name, (_, made_ns) in list(self._unused.items()):
+                used_ns = self._cache.last_use_ns(name) if made_ns is not None else None
+                if made_ns is not None and used_ns is None:
+                    return False  # evicted before it was used: what is in use leaves no room
+                if used_ns != made_ns:
+                    del self._unused[name]
+            if sum(size for size, _ in self._unused.values()) + num_bytes <= self._room:
+                return True
+            if not self._cache.config.evict:
+                return False
+            self._is_over.wait(_LOOK_S)
+        return False
+
+
 class CachedFiles:
     """Files of a prepared directory that are mapped where their copies are.
 
@@ -373,8 +498,9 @@ class CachedFiles:
     def __init__(
         self, config: CacheConfig, storage: Storage, files: Iterable[ShardFile], needed: Iterable[ShardFile]
     ) -> None:
-        own = config.peers.own_files(files) if config.peers else []
-        self._cache, self._storage = ShardCache(config, own), storage
+        self.kept = config.kept(files)
+        self._cache, self._storage = ShardCache(config, self.kept), storage
+        own = self.kept.own
         with ThreadPoolExecutor(_NUM_COPIED) as pool:
             deque(pool.map(self._copy, sorted(needed, key=lambda file: file not in own)), maxlen=0)
 

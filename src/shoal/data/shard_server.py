@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -215,7 +216,7 @@ def open_server(settings: Mapping[str, Any], listener: socket.socket) -> ShardSe
         evict=settings["evict"],
         counts=Path(settings["counts"]),
     )
-    cache = ShardCache(config, own=peers.own_files(files))
+    cache = ShardCache(config, replace(config, peers=peers).kept(files))
     return ShardServer(cache, files, lambda file: lambda: storage.parts(file), listener, job_secret())
 
 

@@ -48,6 +48,7 @@ class ReaderSource:
         make: Any = streamed_steps if isinstance(self.reader, SizedReader) else training_steps
         consumed = steps.start * shard.global_batch_size
         reader = StepReader(reader=self.reader, share=shard, samples_consumed=consumed, order=self.order)
+        self.reader.prefetch(map(reader.indices, range(len(steps))))
         config = LoaderConfig(num_loader_processes=self.processes)
         stream: BatchStream[Any] = make(reader, config, num_steps=len(steps), pin_memory=pin_memory)
         return stream

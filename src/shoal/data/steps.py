@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,6 +61,9 @@ class Reader(ABC):
     def full_shuffle(self) -> Order:
         """The order of the examples unless a loader is given another one."""
         return ShuffledOrder(num_examples=self.num_examples, seed=self.seed)
+
+    def prefetch(self, steps: Iterable[Int64Array]) -> None:  # noqa: B027  # most read what is at hand
+        """Fetch in the background what a worker needs, by the indices of the examples of each step."""
 
     @abstractmethod
     def batch(self, epochs: npt.ArrayLike, indices: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
@@ -189,6 +192,11 @@ class StepReader:
         first = self.samples_consumed + step * self.share.global_batch_size
         epochs, indices = self._examples(first + np.asarray(cut, dtype=np.int64))
         return self.reader.micro_batch(self.reader.batch(epochs, indices))
+
+    def indices(self, step: int) -> Int64Array:
+        """Return the indices of the worker's examples of a step, in order."""
+        first = self.samples_consumed + step * self.share.global_batch_size
+        return self._examples(first + np.asarray(self.share.part, dtype=np.int64))[1]
 
     def _examples(self, numbers: Int64Array) -> tuple[Int64Array, Int64Array]:
         return (self.order or self.reader.full_shuffle).examples_of(numbers)

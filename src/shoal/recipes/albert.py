@@ -140,7 +140,7 @@ def main(config: AlbertConfig, worker: WorkerEnv | None = None) -> int:
                 run.workers.together(score)
         if run.lacks_scores("validation"):
             run.workers.together(score)
-        record_reads(run, train.shards.counts_folder)
+        record_reads(run, train.shards)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

@@ -198,7 +198,7 @@ def main(config: BertConfig, worker: WorkerEnv | None = None) -> int:
             references = train_phase(config, run, shards, ddp, optimizer, section, phase, end=end)
             if run.reached:
                 break
-        record_reads(run, shards[0].counts_folder)
+        record_reads(run, shards[0])
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(

@@ -27,7 +27,7 @@ from shoal.env.worker import WorkerEnv
 from shoal.optim.lr_schedules import AnySchedule, learning_rate, set_learning_rate
 from shoal.pipelining.runtime import Pipeline
 from shoal.recipes import script
-from shoal.recipes.shard_cache import record_reads
+from shoal.recipes.shard_cache import Counting, record_reads
 from shoal.recipes.stages import open_stages
 from shoal.record import Evaluation
 from shoal.train.optimizers import build_optimizers
@@ -80,8 +80,8 @@ class Divided:
     """Samples of held-out examples, by split, where an example is not one."""
     processes: int = 0
     """Processes that make training examples."""
-    counts: Path | None = None
-    """Folder of this host's counts of what it read; default: nothing is counted."""
+    shards: Counting | None = None
+    """Of the data, whose reads are recorded; default: none are."""
     references: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -141,7 +141,7 @@ def main(config: Any, worker: WorkerEnv | None = None) -> int:
                 score()
         if own.held_out and run.lacks_scores():
             score()
-        record_reads(run, own.counts)
+        record_reads(run, own.shards)
 
         return run.finish(own.export, own.verdict)
 

@@ -285,7 +285,7 @@ def main(config: LmConfig, worker: WorkerEnv | None = None) -> int:
                 run.workers.together(score)
         if run.lacks_scores("validation"):
             run.workers.together(score)
-        record_reads(run, train.shards.counts_folder)
+        record_reads(run, train.shards)
 
         # ----------------------------------------------------------------------------------------- export
         return run.finish(
@@ -427,7 +427,7 @@ def divide(config: LmConfig, run: "Run") -> "Divided":
         held_out={"validation": held_out},
         limit=config.run.validation_samples,
         processes=config.data.loader_processes,
-        counts=train.shards.counts_folder,
+        shards=train.shards,
         sizes=config.train,
         total_steps=config.train.total_steps,
         schedule=config.optim.schedule_of(config.train.total_steps),

@@ -262,7 +262,7 @@ def main(config: MaskRCNNTrainConfig, worker: WorkerEnv | None = None) -> int:
                 step.update(optimizer, max_norm=config.optim.max_grad_norm)
             if step.is_done and run.due(config.run.validation_frequency, evaluation=True):
                 scored = run.workers.together(score)
-        record_reads(run, held_out.shards.counts_folder)
+        record_reads(run, held_out.shards)
         results = None
         if not run.stopped and not run.is_over:
             scored, results = run.workers.together(last_objects)

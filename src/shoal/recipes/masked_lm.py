@@ -227,7 +227,7 @@ def divide(config: MaskedLMConfig, run: "Run") -> "Divided":
         held_out={"validation": PaddedExamples(held_out)},
         limit=config.run.validation_samples,
         processes=config.data.loader_processes,
-        counts=train.shards.counts_folder,
+        shards=train.shards,
         sizes=phase.sizes,
         section=phase.section,
         total_steps=phase.sizes.total_steps,

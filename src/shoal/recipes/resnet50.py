@@ -303,7 +303,7 @@ def main(config: ResNetTrainConfig, worker: WorkerEnv | None = None) -> int:
                 scored = run.workers.together(score)
             if run.due(epoch_ends):
                 run.save()
-        record_reads(run, train.counts_folder)
+        record_reads(run, train)
         if scored is None and not run.stopped and not run.is_over:  # a kill came before the end
             scored = run.workers.together(score)
         return export(config, run, scored, num_classes, train.manifest.classes)

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shoal.errors import UsageError
 from shoal.train.config import parse_bytes
@@ -89,13 +89,23 @@ def counts_folder(world: "World") -> Path:
     return Path(next(folder for host, folder in gathered if host == host_identity() and folder is not None))
 
 
-def record_reads(run: "Run", counts: Path | None) -> None:
+class Counting(Protocol):
+    """Shards that may have a cache."""
+
+    @property
+    def counts_folder(self) -> Path | None: ...
+
+    @property
+    def cache_policy(self) -> str: ...
+
+
+def record_reads(run: "Run", shards: "Counting | None") -> None:
     """Write a row of the bytes that all hosts have read since the start. A collective of all workers.
 
     Args:
-        counts: folder of this host's counts; ``None``, on all hosts: nothing is written.
+        shards: of the data; without a cache nothing is written.
     """
-    if counts is None or run.stopped:
+    if shards is None or (counts := shards.counts_folder) is None or run.stopped:
         return
     from shoal.data.cache import total_counts
     from shoal.record import Reads
@@ -107,5 +117,5 @@ def record_reads(run: "Run", counts: Path | None) -> None:
     if run.log and gathered:  # the process that has a host's counts may be lost
         totals = {name: sum(counts[name] for counts in gathered) for name in gathered[0]}
         kept = {name: totals[name] for name in ("memory_bytes", "peer_bytes", "storage_bytes")}
-        row = Reads(step=run.step, peer_failures=totals["num_peer_failures"], **kept)
-        run.log.write(row)
+        failures, policy = totals["num_peer_failures"], shards.cache_policy
+        run.log.write(Reads(step=run.step, peer_failures=failures, policy=policy, **kept))

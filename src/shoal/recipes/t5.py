@@ -253,7 +253,7 @@ def main(config: T5Config, worker: WorkerEnv | None = None) -> int:
                 score()
         if run.lacks_scores("validation"):
             score()
-        record_reads(run, train.shards.counts_folder)
+        record_reads(run, train.shards)
 
         # ----------------------------------------------------------------------------------------- export
         def export(directory: Path) -> None:

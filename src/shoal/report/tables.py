@@ -288,7 +288,7 @@ def shares(run: RecordedRun) -> str:
 
 
 def reads(run: RecordedRun) -> str:
-    """Return ``1.2 GB from memory, 0.9 GB from other hosts, 0.1 GB from storage``."""
+    """Return ``1.2 GB from memory, 0.9 GB from other hosts, 0.1 GB from storage; each host keeps all``."""
     if not run.reads:
         return _MISSING
     totals = {
@@ -297,6 +297,8 @@ def reads(run: RecordedRun) -> str:
         "storage": sum(row.storage_bytes for row in run.reads),
     }
     text = ", ".join(f"{formatting.size(count)} from {origin}" for origin, count in totals.items())
+    kept = {"all": "all", "own": "its part", "window": "what fits"}.get(run.reads[-1].policy)
+    text += f"; each host keeps {kept}" if kept else ""
     failures = sum(row.peer_failures for row in run.reads)
     return f"{text}; {formatting.plural(failures, 'failure')} of other hosts" if failures else text
 

@@ -5,12 +5,16 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from shoal.data import cache
 from shoal.data.cache import OWN_FOLDER, CacheConfig, ShardCache
 from shoal.data.images.shards import ImageShards
+from shoal.decide import cache_policy
 from shoal.errors import ShoalError, UsageError
 from synthetic_images import random_images, write_images
 
@@ -136,6 +140,103 @@ def start_filler(prepared, num_bytes):
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def steps_through(*shards):
+    """Return one step for each shard, with its images."""
+    return [np.arange(5 * shard, 5 * shard + 5) for shard in shards]
+
+
+def prefetched(shards, steps, until):
+    """Prefetch, and return the shards in the order in which they were copied, one at a time."""
+    shards.prefetch(steps)
+    waited_for(lambda: counted(shards)[0] == until)
+    time.sleep(0.3)  # nothing more comes
+    folder = shards._cache.name
+    return [path.name[:11] for path in sorted(folder.glob("*.tar"), key=lambda path: path.stat().st_mtime_ns)]
+
+
+def waited_for(is_so):
+    end = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    monkeypatch.setattr(cache, "_NUM_PREFETCHED", 1)
+
+
+def test_shards_are_copied_in_the_order_of_first_use(prepared, one_at_a_time):
+    shards = opened(prepared, num_shards=4)
+    assert shards.cache_policy == "all"
+    names = prefetched(shards, steps_through(2, 0, 2, 3, 1), 4)
+    assert names == ["train-00002", "train-00000", "train-00003", "train-00001"]
+    assert all_bytes(shards) == IMAGES
+    assert counted(shards) == (4, 0, 0, 0)
+
+
+def test_without_eviction_what_is_used_first_is_copied(prepared, one_at_a_time, capfd):
+    shards = opened(prepared, num_shards=2)
+    assert shards.cache_policy == "window"
+    assert prefetched(shards, steps_through(3, 1, 0, 2), 2) == ["train-00003", "train-00001"]
+    assert counted(shards) == (2, 0, 0, 0) and capfd.readouterr().err == ""
+    assert all_bytes(shards) == IMAGES and counted(shards) == (2, 0, 2, 10)
+
+
+def test_a_window_moves_with_the_reads(prepared, one_at_a_time, monkeypatch):
+    monkeypatch.setattr(cache_policy, "_AHEAD", 3)  # one of three shards
+    shards = opened(prepared, num_shards=3, evict=True)
+    assert prefetched(shards, steps_through(0, 1, 2, 3, 0), 1) == ["train-00000"]
+    for filled, (number, then) in enumerate([(0, 1), (1, 2), (2, 3), (3, 0)], start=2):
+        assert bytes(shards.read(5 * number)) == IMAGES[5 * number]
+        waited_for(lambda: counted(shards)[0] == filled)  # noqa: B023
+        assert f"train-0000{then}" in copies(prepared)
+    assert counted(shards) == (5, 2, 0, 0)
+
+
+def test_a_window_that_leaves_no_room_is_not_prefetched_twice(prepared, one_at_a_time, monkeypatch):
+    monkeypatch.setattr(cache_policy, "_AHEAD", 1)  # as if nothing were in use
+    shards = opened(prepared, num_shards=2, evict=True)
+    shards.prefetch(steps_through(0, 1, 2, 3) * 5)
+    waited_for(lambda: counted(shards)[0] == 2)
+    other = opened(prepared, num_shards=2, evict=True)
+    other.read(15), other.read(10)  # evicts both before they are used
+    for thread in shards._prefetch.threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert counted(shards)[0] == 2
+
+
+def test_a_second_prefetch_replaces_the_first(prepared, one_at_a_time):
+    shards = opened(prepared, num_shards=4)
+    is_read = threading.Event()
+
+    def steps():
+        yield from steps_through(0)
+        is_read.wait(60)
+        yield from steps_through(1)
+
+    shards.prefetch(steps())
+    waited_for(lambda: counted(shards)[0] == 1)
+    (first,) = shards._prefetch.threads
+    shards.prefetch(steps_through(2))
+    waited_for(lambda: counted(shards)[0] == 2)
+    is_read.set()
+    first.join(60)
+    assert copies(prepared) == ["train-00000", "train-00002"]
+
+
+def test_a_damaged_original_ends_the_prefetch_and_is_named_by_the_read(prepared):
+    path = prepared / "train-00001.tar"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    shards = opened(prepared, num_shards=4)
+    shards.prefetch(steps_through(1, 0))
+    for thread in shards._prefetch.threads:
+        thread.join(60)
+    with pytest.raises(ShoalError, match=r"train-00001\.tar has the wrong checksum"):
+        shards.read(5)
 
 
 def test_processes_fill_each_shard_once(prepared):

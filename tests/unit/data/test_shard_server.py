@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from benchmarks.object_store import ObjectStore
 
@@ -446,6 +447,20 @@ def test_a_host_keeps_room_for_its_own_shards(store, job):
     for own, shards in zip("ab", opened, strict=True):
         assert owned_by(job, shards, own) <= set(job.copies(own))
         assert len(job.copies(own)) == NUM_SHARDS - 2
+
+
+def test_each_host_prefetches_its_own_part(store, job):
+    job.num_bytes = (NUM_SHARDS - 2) * max(sizes(store.folder).values())
+    job.start("ab")
+    opened = [job.shards(own) for own in "ab"]
+    for shards in opened:
+        assert shards.cache_policy == "own"
+        shards.prefetch([np.arange(len(IMAGES))])
+    for own, shards in zip("ab", opened, strict=True):
+        for thread in shards._prefetch.threads:
+            thread.join(60)
+        assert set(job.copies(own)) == owned_by(job, shards, own)
+    assert tars(store) == sizes(store.folder)
 
 
 def test_a_cache_without_room(store, job, capfd):

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -117,6 +117,9 @@ class ShardReader(SizedReader):
     @property
     def num_examples(self) -> int:
         return len(self.shards)
+
+    def prefetch(self, steps: Iterable[npt.NDArray[np.int64]]) -> None:
+        self.shards.prefetch(steps)
 
     def micro_batch(self, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the examples unchanged."""

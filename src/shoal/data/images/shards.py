@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
-from shoal.data.cache import CacheConfig, CacheCounts, ShardCache
+from shoal.data.cache import CacheConfig, CacheCounts, Prefetch, ShardCache
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
 from shoal.data.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
@@ -201,9 +201,8 @@ class ImageShards:
                 f"verify='checksums' of {location} would fetch every shard; leave it out: shards are "
                 "compared with their checksums when they enter the cache"
             )
-        peers = cache.peers if cache else None
-        own = peers.own_files(self.manifest.files(TAR)) if peers else []
-        self._cache = ShardCache(cache, own) if cache else None
+        self._cache = ShardCache(cache, cache.kept(self.manifest.files(TAR))) if cache else None
+        self._prefetch: Prefetch | None = None
         counts = [info.num_images for info in self.shards]
         self.first_images: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
         """Number of the first image of each shard, and the number of all images, ``[shards + 1]``."""
@@ -261,6 +260,24 @@ class ImageShards:
                 self._storage.will_need(
                     self.shards[shard].file(TAR), int(record["offset"]), int(record["size"])
                 )
+
+    def prefetch(self, steps: Iterable[Int64Array]) -> None:
+        """Copy shards into the cache in the order in which steps use their images, instead of any before.
+
+        Args:
+            steps: the numbers of the images of each step.
+        """
+        if self._prefetch is not None:
+            self._prefetch.close()
+        if self._cache is not None:
+            numbers = (np.searchsorted(self.first_images, images, side="right") - 1 for images in steps)
+            tars = [info.file(TAR) for info in self.shards]
+            self._prefetch = Prefetch(self._cache, tars, numbers, self._storage)
+
+    @property
+    def cache_policy(self) -> str:
+        """What the host keeps (:mod:`shoal.decide.cache_policy`); empty without a cache."""
+        return self._cache.kept.policy if self._cache else ""
 
     @property
     def cache_counts(self) -> CacheCounts | None:

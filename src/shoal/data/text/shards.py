@@ -152,6 +152,7 @@ class TextShards:
 
     Attributes:
         directory: folder with the manifest and the tokenizer; of the cache, if the text is in a store.
+        cache_policy: what the host keeps (:mod:`shoal.decide.cache_policy`); empty without a cache.
 
     Raises:
         UsageError: the text is in a store, and there is no cache; there is no manifest or no such split, or
@@ -180,6 +181,7 @@ class TextShards:
         storage = open_storage(location)
         self.manifest = manifest or storage.manifest(Manifest)
         self._cache_config = cache
+        self.cache_policy = ""
         self.shards: list[Shard] = []
         data_of = None
         if cache is None and isinstance(storage, RemoteStorage):
@@ -193,7 +195,7 @@ class TextShards:
 
             needed = [file for info in self.manifest.shards(split) for file in info.file_list()]
             files = CachedFiles(cache, storage, self.manifest.files(*ShardInfo.SUFFIXES), needed)
-            data_of = files.get
+            data_of, self.cache_policy = files.get, files.kept.policy
             if isinstance(storage, RemoteStorage):
                 self.directory = files.description(MANIFEST, self.manifest.tokenizer.file)
         self.manifest.check_tokenizer(self.tokenizer_file)
