@@ -70,19 +70,28 @@ def _judged(name: str, finding: str, is_well: bool, remedy: str, otherwise: Stat
     return Check(name, finding) if is_well else Check(name, finding, otherwise, remedy)
 
 
-def doctor(*, bundle: Path | None = None, run: Path | None = None, json: bool = False) -> int:
+def doctor(
+    *,
+    bundle: Path | None = None,
+    run: Path | None = None,
+    cache: Path | None = None,
+    cache_bytes: str = "64GB",
+    json: bool = False,
+) -> int:
     """Print all checks and return 0 if training can run here, else 1.
 
     Args:
         bundle: FILE.tar.gz to write for a bug report: these checks, versions, settings, ends of logs, and no
             secrets.
         run: Run directory whose settings, record and logs to put into the bundle.
+        cache: Folder for a cache of shards, as --data.cache, whose room is compared with cache_bytes.
+        cache_bytes: Size of that cache, as --data.cache-bytes.
         json: Print the checks as JSON: version, can_train, and of each check topic, name, state (ok, note or
             missing), finding and remedy.
 
     Raises:
-        UsageError: the bundle's name has another ending, the run does not exist, or there is a run without a
-            bundle.
+        UsageError: the bundle's name has another ending, the run does not exist, there is a run without a
+            bundle, or cache_bytes is no size.
         ShoalError: the bundle cannot be written.
     """
     if bundle is not None or run is not None:
@@ -90,6 +99,10 @@ def doctor(*, bundle: Path | None = None, run: Path | None = None, json: bool = 
 
         bug_report.check(bundle, run)
     topics = examine()
+    if cache is not None:
+        from shoal.train.config import parse_bytes
+
+        topics["Training"].append(cache_check(cache, parse_bytes(cache_bytes, "cache_bytes")))
     text = report(topics)
     print(json_document(_as_json(topics)) if json else text)
     if bundle is not None:
@@ -401,6 +414,20 @@ def _launcher() -> Check:
         return Check("launcher", "none: shoal starts the workers itself")
     number = f"worker {worker.ranks.rank} of {worker.ranks.num_workers}"
     return Check("launcher", f"{worker.launcher}: {number}, meeting at {worker.init_method}")
+
+
+def cache_check(folder: Path, num_bytes: int) -> Check:
+    """Return whether a cache of shards fits into a folder, with the copies that are there already."""
+    from shoal.data.cache import OWN_FOLDER
+
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(there).free
+    kept = sum(path.stat().st_size for path in (folder / OWN_FOLDER).glob("*") if path.is_file())
+    finding = f"{size(free)} free for {folder}" + (f", besides {size(kept)} of copies" if kept else "")
+    remedy = f"the cache wants {size(num_bytes)}: set --data.cache-bytes to {size(free + kept)} at most"
+    if there.is_relative_to("/dev/shm"):
+        remedy += ", or make it larger: docker run --shm-size, or mount -o remount,size=… /dev/shm"
+    return _judged("cache", finding, free + kept >= num_bytes, remedy)
 
 
 def _disk(folder: Path) -> Check:

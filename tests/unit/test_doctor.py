@@ -6,6 +6,7 @@ import compileall
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -19,9 +20,11 @@ import torch
 
 import shoal
 from shoal import doctor
+from shoal.data.cache import OWN_FOLDER
 from shoal.doctor import Check, examine
 from shoal.env import machine
-from shoal.errors import MODULES_OF_EXTRAS
+from shoal.errors import MODULES_OF_EXTRAS, UsageError
+from shoal.formatting import size
 
 REQUIREMENTS = [
     "numpy>=1.26",
@@ -202,6 +205,34 @@ def test_every_extra_for_users_is_known() -> None:
     pyproject = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     extras = set(pyproject["project"]["optional-dependencies"])
     assert extras - {"dev", "docs", "bench"} == set(doctor.EXTRAS) == set(MODULES_OF_EXTRAS)
+
+
+def test_a_cache_has_to_fit_with_the_copies_that_are_there(tmp_path: Path) -> None:
+    folder, free = tmp_path / "to/come", shutil.disk_usage(tmp_path).free
+    fits = doctor.cache_check(folder, free // 2)
+    assert fits.state == "ok" and fits.finding.endswith(f"free for {folder}") and not fits.remedy
+    wanted = free + (1 << 30)
+    check = doctor.cache_check(folder, wanted)
+    assert check.state == "note" and "set --data.cache-bytes to" in check.remedy
+    copies = folder / OWN_FOLDER
+    copies.mkdir(parents=True)
+    with (copies / "train-00000-0123456789abcdef.tar").open("wb") as copy:
+        copy.truncate(2 << 30)  # sparse: it takes no room itself
+    assert doctor.cache_check(folder, wanted) == Check(
+        "cache", f"{size(shutil.disk_usage(tmp_path).free)} free for {folder}, besides 2 GiB of copies"
+    )
+    shared = doctor.cache_check(Path("/dev/shm/absent/folder"), 1 << 60)
+    assert "free for /dev/shm/absent/folder" in shared.finding and "docker run --shm-size" in shared.remedy
+
+
+def test_the_cache_is_named_by_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda: {"Training": []})
+    assert doctor.doctor(cache=tmp_path, cache_bytes="1KB") == 0
+    assert re.search(r"ok  cache +.* free for ", capsys.readouterr().out)
+    with pytest.raises(UsageError, match="cache_bytes 'much' must be a number with a unit"):
+        doctor.doctor(cache=tmp_path, cache_bytes="much")
 
 
 def test_machine_facts_come_from_files(tmp_path: Path) -> None:

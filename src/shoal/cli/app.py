@@ -82,6 +82,7 @@ runs until SIGTERM or Ctrl-C, and needs neither torch nor a GPU.
 With --bundle it also writes an archive for a bug report, without secrets:
 
     shoal doctor --bundle bug.tar.gz --run runs/first
+    shoal doctor --cache /dev/shm/shards --cache-bytes 200GB
     """,
 }
 _EXIT_UNREAD = 128 + signal.SIGPIPE
