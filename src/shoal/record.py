@@ -174,6 +174,8 @@ class Reads(_Line):
     """Times that another host did not give what it was asked for."""
     policy: str = ""
     """Kept by each host (:mod:`shoal.decide.cache_policy`): ``all``, its ``own`` part, or a ``window``."""
+    without_room: int = 0
+    """Times that a cache had no room for a shard, or its disk was full."""
 
 
 @dataclass(frozen=True, kw_only=True)

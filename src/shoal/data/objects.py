@@ -31,6 +31,10 @@ _PART_BYTES = 8 << 20
 T = TypeVar("T")
 
 
+Check = Callable[[int, str | None], None]
+"""Is given the size of an object and its version (ETag), if the store has one, before its bytes are taken."""
+
+
 class Transient(Exception):
     """Raised by a request that may succeed if it is repeated."""
 
@@ -41,7 +45,8 @@ class Objects(ABC):
     Threads may share it, processes may not. What sends a request raises
 
     - ``UsageError`` if credentials are missing or do not suffice, or there is no such bucket;
-    - ``ShoalError`` if there is no such object, it has another size, or the deadline has passed.
+    - ``ShoalError`` if there is no such object, it has another size or was replaced between two reads, or
+      the deadline has passed.
 
     Args:
         location: ``scheme://bucket/prefix`` or ``https://host/prefix``; ``Path`` may have collapsed its two
@@ -64,6 +69,7 @@ class Objects(ABC):
         self.prefix = f"{prefix.strip('/')}/".lstrip("/")
         self.location = f"{scheme}://{bucket}/{self.prefix}".rstrip("/")
         self._deadline_s = deadline_s
+        self._versions: dict[str, str] = {}
 
     def uri(self, name: str) -> str:
         """Return the location of an object, for messages."""
@@ -75,10 +81,17 @@ class Objects(ABC):
         """Return an object, or ``size`` bytes of it from ``start`` on.
 
         Args:
-            num_bytes: bytes that the object must have; without them and ``size`` it must be small.
+            num_bytes: bytes that the object must have; without them and ``size`` it must be small. With them
+                it must stay the same in all calls.
         """
+        return self._get_of(self._versions, name, start, size, num_bytes)
 
-        def check(actual: int) -> None:
+    def _get_of(
+        self, versions: dict[str, str], name: str, start: int, size: int | None, num_bytes: int | None
+    ) -> bytes:
+        """Return a range, as :meth:`get`; ``versions`` has those of objects that were read before."""
+
+        def check(actual: int, version: str | None) -> None:
             if num_bytes is not None and actual != num_bytes:
                 raise ShoalError(
                     f"{self.uri(name)} has {actual:,} bytes, the manifest says {num_bytes:,}; it was cut "
@@ -88,6 +101,12 @@ class Objects(ABC):
                 raise ShoalError(
                     f"{self.uri(name)} has {actual:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
                     "file; check the prefix"
+                )
+            if num_bytes is not None and version and versions.setdefault(name, version) != version:
+                raise ShoalError(
+                    f"{self.uri(name)} was replaced while it was read (its ETag was {versions[name]}, now "
+                    f"{version}); leave prepared data as it is, write other data under a prefix of its own, "
+                    "and start the same command again"
                 )
 
         expected = num_bytes if size is None else size
@@ -105,9 +124,10 @@ class Objects(ABC):
     def parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
         """Yield an object of ``num_bytes`` in order; 64 MB are in memory at a time."""
         starts = range(0, num_bytes, _PART_BYTES)
+        versions: dict[str, str] = {}
 
         def part(start: int) -> bytes:
-            return self.get(name, start, min(_PART_BYTES, num_bytes - start), num_bytes=num_bytes)
+            return self._get_of(versions, name, start, min(_PART_BYTES, num_bytes - start), num_bytes)
 
         with ThreadPoolExecutor(_NUM_AT_ONCE) as pool:
             for first in range(0, len(starts), _NUM_AT_ONCE):
@@ -134,8 +154,8 @@ class Objects(ABC):
         """Free the parts of objects that killed processes have not completed."""
 
     @abstractmethod
-    def _get(self, name: str, start: int, size: int | None, check: Callable[[int], None]) -> bytes:
-        """Request an object; ``check`` is given its size before its bytes are taken.
+    def _get(self, name: str, start: int, size: int | None, check: Check) -> bytes:
+        """Request an object; call ``check`` before its bytes are taken.
 
         At most one byte more than ``size`` may be taken from a store that ignores ranges.
         """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shoal.data.objects import CONNECT_S, READ_S, Objects, Transient
+from shoal.data.objects import CONNECT_S, READ_S, Check, Objects, Transient
 from shoal.errors import ShoalError, UsageError, import_extra
 
 _RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
@@ -58,11 +58,11 @@ class ObstoreObjects(Objects):
 
         self.repeated(name, "written", once)
 
-    def _get(self, name: str, start: int, size: int | None, check: Callable[[int], None]) -> bytes:
+    def _get(self, name: str, start: int, size: int | None, check: Check) -> bytes:
         options = {} if size is None else {"range": (start, start + size)}
         with self._errors(name):
             answer = self._obstore.get(self._store, name, options=options)
-            check(int(answer.meta["size"]))
+            check(int(answer.meta["size"]), answer.meta.get("e_tag"))
             return bytes(answer.bytes())
 
     def _put(self, name: str, data: bytes) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shoal.data.objects import CONNECT_S, NUM_CONNECTIONS, READ_S, Objects, Transient
+from shoal.data.objects import CONNECT_S, NUM_CONNECTIONS, READ_S, Check, Objects, Transient
 from shoal.errors import ShoalError, UsageError, import_extra
 
 _TRANSIENT_CODES = ("RequestTimeout", "Throttling", "ThrottlingException")
@@ -78,13 +78,13 @@ class S3Objects(Objects):
 
         self.repeated(below, "listed", once)
 
-    def _get(self, name: str, start: int, size: int | None, check: Callable[[int], None]) -> bytes:
+    def _get(self, name: str, start: int, size: int | None, check: Check) -> bytes:
         asked = {} if size is None else {"Range": f"bytes={start}-{start + size - 1}"}
         with self._errors(name, "s3:GetObject"):
             answer = self.client.get_object(Bucket=self.bucket, Key=self.prefix + name, **asked)
             with closing(answer["Body"]) as body:
                 length = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
-                check(length)
+                check(length, answer.get("ETag"))
                 # a server without support for ranges sends the whole object
                 data: bytes = body.read(None if size is None else size + 1)
                 return data

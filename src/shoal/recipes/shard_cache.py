@@ -117,5 +117,11 @@ def record_reads(run: "Run", shards: "Counting | None") -> None:
     if run.log and gathered:  # the process that has a host's counts may be lost
         totals = {name: sum(counts[name] for counts in gathered) for name in gathered[0]}
         kept = {name: totals[name] for name in ("memory_bytes", "peer_bytes", "storage_bytes")}
-        failures, policy = totals["num_peer_failures"], shards.cache_policy
-        run.log.write(Reads(step=run.step, peer_failures=failures, policy=policy, **kept))
+        row = Reads(
+            step=run.step,
+            peer_failures=totals["num_peer_failures"],
+            policy=shards.cache_policy,
+            without_room=totals["num_declined"],
+            **kept,
+        )
+        run.log.write(row)

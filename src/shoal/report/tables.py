@@ -300,7 +300,9 @@ def reads(run: RecordedRun) -> str:
     kept = {"all": "all", "own": "its part", "window": "what fits"}.get(run.reads[-1].policy)
     text += f"; each host keeps {kept}" if kept else ""
     failures = sum(row.peer_failures for row in run.reads)
-    return f"{text}; {formatting.plural(failures, 'failure')} of other hosts" if failures else text
+    text += f"; {formatting.plural(failures, 'failure')} of other hosts" if failures else ""
+    without = sum(row.without_room for row in run.reads)
+    return f"{text}; {formatting.plural(without, 'shard')} without room" if without else text
 
 
 def contributions(run: RecordedRun) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,25 @@ def test_what_is_not_there_or_differs(opened: Opened) -> None:
         store.get("there", 0, 10, num_bytes=1001)
     with pytest.raises(UsageError, match=r"'s3://' names no bucket; write s3://bucket/prefix"):
         opened("s3://")
+
+
+def test_an_object_that_is_replaced_while_it_is_read(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_PART_BYTES", 1000)
+    first, second = os.urandom(30_000), os.urandom(30_000)
+    store, writer = opened(), opened()
+    writer.put("shard", first)
+    parts = store.parts("shard", len(first))
+    assert next(parts) == first[:1000]
+    assert store.get("shard", 7, 100, num_bytes=len(first)) == first[7:107]
+    writer.put("shard", second)
+    with pytest.raises(ShoalError, match=r"some/set/shard was replaced while it was read \(its ETag was"):
+        deque(parts)
+    with pytest.raises(ShoalError, match=r"some/set/shard was replaced while it was read"):
+        store.get("shard", 7, 100, num_bytes=len(first))
+    assert b"".join(store.parts("shard", len(second))) == second  # a new copy, which is compared
+    assert store.get("shard") == second
+    writer.put("shard", second)  # the same again
+    assert b"".join(opened().parts("shard", len(second))) == second
 
 
 def test_a_store_that_does_not_answer(opened: Opened, s3_settings: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Peers that keep shards for each other: real servers, an object store that counts, and peers that fail."""
 
 import contextlib
+import errno
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -470,6 +472,43 @@ def test_a_cache_without_room(store, job, capfd):
     assert all_bytes(shards) == IMAGES
     assert job.copies("a") == job.copies("b") == []
     assert "a shard of" in capfd.readouterr().err
+
+
+def full_disk(process):
+    """Let a process write no file of a shard's size."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+
+def test_a_peer_whose_disk_is_full(store, job):
+    job.start("ab")
+    full_disk(job.processes["b"])
+    shards = job.shards("a")
+    assert all_bytes(shards) == IMAGES
+    owned = owned_by(job, shards, "b")
+    assert shards.cache_problems == {("b", "refused"): len(owned)}
+    assert len(job.copies("a")) == NUM_SHARDS and job.copies("b") == []
+    assert total_counts(job.folder / "b/counts").num_declined == len(owned)
+    assert tars(store) == sizes(store.folder)
+
+
+def test_full_disks_on_all_hosts(store, job, monkeypatch, capfd):
+    job.start("ab")
+    for process in job.processes.values():
+        full_disk(process)
+    shards = job.shards("a")
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert all_bytes(shards) == IMAGES
+    assert job.copies("a") == job.copies("b") == []
+    counts = shards.cache_counts
+    assert (counts.num_declined, counts.num_read_in_place) == (NUM_SHARDS, len(IMAGES))
+    assert sum(shards.cache_problems.values()) == counts.num_peer_failures > 0
+    err = capfd.readouterr().err
+    assert f"cache {job.folder}/a/shoal-cache: No space left on device; shards without a copy are read" in err
+    assert "it refused (its cache has no room)" in err
 
 
 def test_a_shard_is_passed_on_while_it_is_filled(store, job):

@@ -136,6 +136,39 @@ def test_other_bytes_of_the_same_size(bucket, tmp_path):
         ImageShards(LOCATION, "train", verify="checksums")
 
 
+def test_a_shard_that_is_replaced_while_it_is_copied(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "_PART_BYTES", 512)
+    tar = bucket.Object(f"{PREFIX}/train-00001.tar")
+    data = tar.get()["Body"].read()
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    shards = ImageShards(LOCATION, "train", cache=cache)
+    parts_of = RemoteStorage.parts
+
+    def replaced_after_the_first(storage, file):
+        for number, part in enumerate(parts_of(storage, file)):
+            yield part
+            if number == 0:
+                tar.put(Body=data[:-1] + b"x")
+
+    monkeypatch.setattr(RemoteStorage, "parts", replaced_after_the_first)
+    assert len(data) > 8 * 512  # several rounds of requests
+    message = refusal(lambda: shards.read(15))
+    assert message.startswith(f"{LOCATION}/train-00001.tar was replaced while it was read")
+    assert not list((tmp_path / "cache" / OWN_FOLDER).glob("train*"))
+    monkeypatch.setattr(RemoteStorage, "parts", parts_of)
+    with pytest.raises(ShoalError, match=r"train-00001\.tar has the wrong checksum"):
+        shards.read(15)
+
+
+def test_an_image_of_a_shard_that_was_replaced(bucket):
+    tar = bucket.Object(f"{PREFIX}/train-00001.tar")
+    data = tar.get()["Body"].read()
+    shards = ImageShards(LOCATION, "train")
+    assert bytes(shards.read(15)) == IMAGES[15]
+    tar.put(Body=data[::-1])
+    assert "train-00001.tar was replaced while it was read" in refusal(lambda: shards.read(16))
+
+
 def test_no_credentials(bucket, chain):
     chain.delenv("AWS_ACCESS_KEY_ID")
     chain.delenv("AWS_SECRET_ACCESS_KEY")
