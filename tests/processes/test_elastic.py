@@ -148,6 +148,14 @@ def test_a_worker_is_lost_and_comes_back(
     assert changes(config) == [(3, 2), (2, 3)]
 
 
+def test_nobody_is_left_to_take_a_worker_in(text: Path, tmp_path: Path) -> None:
+    config = elastic_config(text, tmp_path / "run", worker_patience_s=4)
+    workers = [start(config, rank, dies=(4, "backward")) for rank in range(NUM_WORKERS)]
+    assert wait(workers) == [KILLED] * NUM_WORKERS, logs(config)
+    assert wait([start(config, 1)]) == [1]
+    assert "were lost, all of them" in logs(config)
+
+
 def plant_half_a_record(folder: Path) -> None:
     """Leave what a worker leaves that is killed while it writes to the store: a length, and half of a key."""
     record = (1000).to_bytes(8, "little") + b"half a key"

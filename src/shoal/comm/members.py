@@ -33,8 +33,8 @@ from torch.distributed import distributed_c10d as c10d
 from shoal.comm import native_group
 from shoal.comm.engine import CommError
 from shoal.decide.members import is_larger_part, part_of, read_counts
+from shoal.env.member_signs import name_begin, name_standstill
 from shoal.env.settings import launch_dir
-from shoal.env.standstills import name_standstill
 from shoal.errors import EXIT_LOST, UsageError
 from shoal.json_text import parse_json
 
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.01
 _FIRST_ATTEMPT_S = 8.0
 """For the members to meet, since one that is lost then is not noticed; twice as long after each failure."""
+_PATIENCES_UNTIL_LOST = 2
+"""A first member that stands still is replaced after one."""
 _SETTLE_S = 0.5
 """After a network was cut: the members notice it one after another."""
 
@@ -89,6 +91,8 @@ class Members:
         self._num_asked = self._phase = self._tried = self._num_failed = 0
         self._num_admitted: dict[str, int] = {}  # by phase
         self._handles: list[str] = []
+        self._shown = b"", time.monotonic()
+        self._is_told = False
         self._watch = StandstillWatch(
             self._store, self._handle, patience_s, self._give_up, self._look_for_newcomers
         )
@@ -126,16 +130,31 @@ class Members:
         """Begin a phase of the work, the same on all members; numbers of phases grow."""
         self._phase, self._num_asked = phase, 0
         self._tell("phase", str(phase))
+        if self.is_first:  # whose record has begun
+            self.tell_launcher()
+
+    def tell_launcher(self) -> None:
+        """Let the launcher of this host know that the others go on from now on if one of these is lost."""
+        folder = launch_dir()
+        if folder is not None and not self._is_told:
+            name_begin(folder)
+            self._is_told = True
 
     def ask(self, phase: int = 0) -> bool:
-        """Wait until the members take this process in; return false if they are past this phase."""
-        self._phase = phase
+        """Wait until the members take this process in; return false if they are past this phase.
+
+        Raises:
+            CommError: no member is there any more.
+        """
+        self._phase, self._shown = phase, (b"", time.monotonic())
+        self.tell_launcher()
         while True:
             number = self._store.add(self._key("num_waiting"), 1)
             self._store.set(self._key(f"waiting/{number}"), self._handle)
             while not self._store.check([self._key(f"welcome/{number}")]):
                 if self.are_done or self._is_past(phase):
                     return False
+                self._require_members()
                 time.sleep(_POLL_S)
             try:
                 self._follow(int(self._store.get(self._key(f"welcome/{number}")).decode()))
@@ -146,6 +165,17 @@ class Members:
                 _log.warning("not taken in, asks again: %s", error)
             else:
                 return True
+
+    def _require_members(self) -> None:
+        """Raise a :class:`CommError` if no first member has shown for long that it is there."""
+        shown, now = self._store.get("shown") if self._store.check(["shown"]) else b"", time.monotonic()
+        if shown != self._shown[0]:
+            self._shown = shown, now
+        if now - self._shown[1] > _PATIENCES_UNTIL_LOST * self._patience_s:
+            raise CommError(
+                "the processes that would take this one in were lost, all of them, and with them what came "
+                "after the last checkpoint: start the job again"
+            )
 
     def end(self) -> None:
         """Let those that ask know that the members need nobody any more."""
@@ -192,9 +222,12 @@ class Members:
         return asked if self._at_most is None else min(asked, self._admitted + self._at_most - self.size)
 
     def _look_for_newcomers(self, store: Any) -> None:
-        """Count those that have asked, in the first member's watching thread."""
+        """Count those that have asked, in the first member's watching thread, and show that it is there."""
+        if self._handles[:1] != [self._handle]:
+            return
         phase = self._phase
-        asked = int(store.add(self._key("num_waiting"), 0)) if self._handles[:1] == [self._handle] else 0
+        asked = int(store.add(self._key("num_waiting"), 0))
+        store.set("shown", str(time.monotonic()))
         if phase == self._phase:
             self._num_asked = asked
 

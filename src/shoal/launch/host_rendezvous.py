@@ -125,15 +125,15 @@ class HostGroup:
                 time.sleep(_POLL_S)
         return exit_code, text
 
-    def leave(self, *, wait: bool, has_failed: bool = False, exit_code: int = EXIT_OK) -> None:
+    def leave(self, *, wait: bool, may_lack: bool = False, exit_code: int = EXIT_OK) -> None:
         """Announce the end of this host; with ``wait``, rank 0 waits for the other hosts.
 
-        It waits up to 300 s, and 12 s after a failure. Then it publishes ``exit_code`` for the waiting
-        helpers.
+        It waits up to 300 s, and 12 s if some may never come, as after a failure. Then it publishes
+        ``exit_code`` for the waiting helpers.
         """
         with suppress(RuntimeError, OSError):  # the store has gone with its host
             self.store.add("num_left", 1)
-            until = time.monotonic() + (_OTHERS_END_S if has_failed else _END_DEADLINE_S)
+            until = time.monotonic() + (_OTHERS_END_S if may_lack else _END_DEADLINE_S)
             while wait and self.rank == 0 and self.store.add("num_left", 0) < self.num_hosts:
                 if time.monotonic() > until:
                     break
@@ -160,6 +160,7 @@ def join_hosts(
     secret: bytes,
     deadline_s: float,
     stopped: Callable[[], bool] = lambda: False,
+    is_elastic: bool = False,
 ) -> HostGroup:
     """Join the launchers of the other hosts through a store at ``host:port``.
 
@@ -176,6 +177,7 @@ def join_hosts(
         num_workers: workers per host.
         stopped: polled; true ends the wait. No call blocks inside the store's code, because the end of the
             process would abort there.
+        is_elastic: a launcher that comes when all have met takes the place of one that has gone.
 
     Raises:
         ShoalError: a value in the store was not written by a launcher of this job, the launchers do not
@@ -200,7 +202,9 @@ def join_hosts(
                 master_port = _serve_workers(host, listener, limit, resources) or port
                 rank = _lead(signed, num_hosts=num_hosts, num_workers=num_workers, master_port=master_port)
             else:
-                rank, master_port = _follow(signed, num_hosts=num_hosts, num_workers=num_workers)
+                rank, master_port = _follow(
+                    signed, num_hosts=num_hosts, num_workers=num_workers, is_elastic=is_elastic
+                )
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, ShoalError) and not isinstance(error, CommError):
                 raise
@@ -377,7 +381,7 @@ def _lead(records: _HostRecords, *, num_hosts: int, num_workers: int, master_por
     return 0
 
 
-def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple[int, int]:
+def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int, is_elastic: bool) -> tuple[int, int]:
     """Return the rank of this host, and the port of the store of the workers' torch."""
     leader = records.get("leader", _LEADER)
     records.challenge = leader["challenge"]
@@ -392,6 +396,8 @@ def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple
                 f"hosts the same (here: {os.uname().nodename})"
             )
     number = records.store.add("num_hosts", 1)
+    if is_elastic and number >= num_hosts:
+        return _free_rank(records, num_hosts), int(leader["master_port"])
     if not 0 < number < num_hosts:
         raise ShoalError(
             f"{num_hosts} hosts have met at {records.address} already and this is one "
@@ -404,6 +410,17 @@ def _follow(records: _HostRecords, *, num_hosts: int, num_workers: int) -> tuple
     if nonce not in nonces:
         raise records.forged(records.name_of("ranks"))
     return 1 + int(nonces.index(nonce)), int(leader["master_port"])
+
+
+def _free_rank(records: _HostRecords, num_hosts: int) -> int:
+    """Return the rank that this host had before; for a new host, that of any but the first.
+
+    Workers that come later may have any rank.
+    """
+    nonces = records.get("ranks", _RANKS)["nonces"]
+    answers = [records.get(f"host/{number}", _ANSWER) for number in range(1, num_hosts)]
+    own = [answer["nonce"] for answer in answers if answer["name"] == os.uname().nodename]
+    return 1 + int(nonces.index((own or nonces)[0]))
 
 
 def listen(host: str, port: int, *, backlog: int, until: float = 0.0) -> socket.socket | None:

@@ -43,7 +43,13 @@ from shoal.errors import (
 from shoal.launch.emulated import HELPER_COMMAND
 from shoal.launch.host_rendezvous import await_workers_end
 from shoal.launch.job_folder import NEXT, JobFolder, usable_hosts
-from shoal.launch.job_size import check_counts, check_transport, check_use_of_helpers, hosts_apart
+from shoal.launch.job_size import (
+    check_counts,
+    check_transport,
+    check_use_of_helpers,
+    hosts_apart,
+    is_elastic,
+)
 from shoal.launch.local import INTERFACE_VARIABLES, launch, parse_rendezvous
 from shoal.launch.stdin_secret import take_secret
 from shoal.launch.supervision import worker_variables
@@ -84,6 +90,11 @@ class HostOptions:
     """Samples per step: use the largest number of hosts whose workers divide it; the others stay idle."""
     interface: str | None = None
     """Network interface, such as eth0, for shoal, gloo and NCCL."""
+    elastic: bool = False
+    """Go on without a worker that is lost, and start it again: for scripts whose DistributedConfig says so;
+    default: whether the command, or its file, has --distributed.elastic."""
+    join: bool = False
+    """Join the last start of the job in --job, whose workers come and go, instead of a host that has gone."""
     transport: str | None = None
     """tcp (the default), or ofi: and libfabric's providers, such as ofi:efa; the same on all hosts."""
     log_dir: Path | None = None
@@ -116,8 +127,11 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
         UsageError: options contradict each other or the job.
         ShoalError: the other hosts, the helpers or the shared folder did not appear.
     """
-    step = slurm_step()
-    options = _numbered(options) if step is None else options
+    step = None if options.join else slurm_step()
+    if options.join:
+        options = _joined(options)
+    elif step is None:
+        options = _numbered(options)
     for number in (signal.SIGTERM, signal.SIGHUP, *WARNING_SIGNALS):
         signal.signal(number, _exit_stopped)
     if options.stdin_secret:
@@ -134,6 +148,16 @@ def in_job(command: Sequence[str], options: HostOptions, *, failure_file: Path |
     if step is not None and step.ranks.num_workers != step.num_nodes:
         return _become_worker(command, options, step, _required(folder))
     return _launch_host(command, options, step, folder, failure_file)
+
+
+def _joined(options: HostOptions) -> HostOptions:
+    """Return the options with those of the hosts that this one joins; the launchers agree on its number."""
+    starts = [] if options.job is None else JobFolder(options.job, "").starts()
+    if options.job is None or not starts:
+        raise UsageError(f"--join needs --job DIR, the folder of a job that runs; {options.job} has no start")
+    run_id = starts[-1].run_id
+    place = JobFolder(options.job, run_id).place()
+    return replace(options, **place, run_id=run_id, node_rank=1, elastic=True)
 
 
 def _numbered(options: HostOptions) -> HostOptions:
@@ -243,6 +267,9 @@ def _launch_host(
     rdzv = options.rdzv or (f"{step.first_node}:{step.port}" if step else None)
     is_first = number == 0
     set_variables(_job_variables(folder, options, is_first=is_first))
+    may_lose = options.elastic or is_elastic(command)
+    if may_lose and is_first and folder is not None and rdzv is not None:
+        folder.publish_place(rdzv=rdzv, nnodes=num_hosts, workers=num_workers)
     log_dir = options.log_dir or (folder.job / "logs" if folder else Path("logs"))
     helpers_wait = options.rdzv is not None and not options.helpers and bool(helpers())
     code = launch(
@@ -255,6 +282,7 @@ def _launch_host(
         failure_file=failure_file,
         helpers_wait=helpers_wait,
         usr2_is_term=options.stdin_secret,
+        is_elastic=may_lose,
     )
     if code in (EXIT_OK, EXIT_STOPPED) and folder is not None and is_first:
         folder.saved()

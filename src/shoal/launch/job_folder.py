@@ -7,6 +7,7 @@ The job's folder outlives its starts (a requeued job starts again); each start h
     starts/4711.2/secret  written by the first worker host, new for each start
     starts/4711.2/helper-00003   address of a helper's server
     starts/4711.2/helpers        helpers that answered in time, which all workers use
+    starts/4711.2/place   where hosts meet that come and go, for those that join later
 
 Every file is renamed into place, so that readers find it complete.
 """
@@ -21,6 +22,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import ShoalError, UsageError
 from shoal.json_text import parse_json
@@ -105,6 +107,10 @@ class JobFolder:
         starts = self.starts()
         self._write_starts([replace(s, saved=s.saved or s.run_id == self.run_id) for s in starts])
 
+    def publish_place(self, *, rdzv: str, nnodes: int, workers: int) -> None:
+        """Write, for hosts that join this start later, the options with which its hosts have met."""
+        _write(self.folder / "place", json.dumps({"rdzv": rdzv, "nnodes": nnodes, "workers": workers}))
+
     def gather_helpers(self, count: int, *, deadline_s: float, required: bool) -> str:
         """Wait for the addresses of ``count`` servers and publish those that came; return SHOAL_HELPERS.
 
@@ -159,6 +165,25 @@ class JobFolder:
         _await(path, deadline_s + SHARED_DEADLINE_S)
         servers = [entry.strip() for entry in _read(path).split(",")]
         return ",".join(_server(path, server) for server in servers if server)
+
+    def place(self) -> dict[str, Any]:
+        """Return the options that the first worker host has published, for a host that joins later.
+
+        Raises:
+            UsageError: this start has one host, or its workers do not come and go.
+            ShoalError: the file is damaged.
+        """
+        path = self.folder / "place"
+        if not path.exists():
+            raise UsageError(
+                f"--join: start {self.run_id} of {self.job} takes in no hosts: it has one, or was started "
+                "without --elastic or --distributed.elastic, or has not begun"
+            )
+        place: Any = parse_json(path.read_bytes(), str(path), remedy="start the job again")
+        types = {"rdzv": str, "nnodes": int, "workers": int}
+        if not isinstance(place, dict) or {name: type(each) for name, each in place.items()} != types:
+            raise ShoalError(f"{path} is not what shoal launch writes; start the job again")
+        return dict(place)
 
     def publish_helper(self, number: int, server: str) -> None:
         """Write the address of a helper's server."""

@@ -102,6 +102,12 @@ def hosts_apart(command: Sequence[str]) -> int:
     return number if isinstance(number, int) else 0
 
 
+def is_elastic(command: Sequence[str]) -> bool:
+    """Return whether the workers of a command come and go, by its words or its file."""
+    named = option_of(command, "--distributed.elastic")
+    return bool(named or _setting_in(option_of(command, "--config"), "distributed", "elastic"))
+
+
 def option(field: str) -> str:
     """Return the option of a field of settings."""
     return f"--{field.replace('_', '-')}"

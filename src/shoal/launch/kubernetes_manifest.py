@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import indent
 
 from shoal.env.settings import TRANSPORT
-from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT
+from shoal.launch.job_size import HELPER_PORT, RENDEZVOUS_PORT, is_elastic
 from shoal.launch.kubernetes import KubernetesJob, job_name
 
 _GRACE_MARGIN_S = 60
@@ -103,12 +103,7 @@ _WORKERS = """\
 completionMode: Indexed
 completions: {count}
 parallelism: {count}
-backoffLimit: 0
-podFailurePolicy:
-  rules:
-  - {{action: FailJob, onExitCodes: {{operator: In, values: [2, 75, 76]}}}}
-  - {{action: FailJob, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
-template:
+{failures}template:
 {pod}  spec:
     restartPolicy: Never
     terminationGracePeriodSeconds: {grace}
@@ -137,6 +132,26 @@ template:
     - {{name: runs, persistentVolumeClaim: {{claimName: {claim}}}}}
     - {{name: shm, emptyDir: {{medium: Memory, sizeLimit: {shm}}}}}
 """
+
+
+_FAILURES = """\
+backoffLimit: 0
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {operator: In, values: [2, 75, 76]}}
+  - {action: FailJob, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+"""
+"""All workers start again together."""
+_ELASTIC_FAILURES = """\
+backoffLimit: 100
+successPolicy: {rules: [{succeededIndexes: "0"}]}
+podFailurePolicy:
+  rules:
+  - {action: FailJob, onExitCodes: {operator: In, values: [2]}}
+  - {action: Ignore, onExitCodes: {operator: In, values: [75, 76]}}
+  - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
+"""
+"""A pod that fails is replaced, and its workers are taken in by the others."""
 
 
 def _helper_job(job: KubernetesJob, name: str) -> str:
@@ -171,6 +186,7 @@ def _worker_job(job: KubernetesJob, name: str, command: Sequence[str], workers: 
         name=name,
         workers=workers,
         count=job.hosts,
+        failures=_ELASTIC_FAILURES if is_elastic(command) else _FAILURES,
         container="node" if workers == "node" else "shoal",
         image=job.image,
         mount=job.mount,

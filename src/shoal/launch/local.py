@@ -114,7 +114,14 @@ def launch(
             group = None
             if nnodes > 1 or helpers_wait:
                 group = _meet(
-                    job, host, port, nnodes, num_workers, secret=secret, deadline_s=rendezvous_deadline_s
+                    job,
+                    host,
+                    port,
+                    nnodes,
+                    num_workers,
+                    secret=secret,
+                    deadline_s=rendezvous_deadline_s,
+                    is_elastic=is_elastic,
                 )
             if job.stop_requested:
                 return EXIT_STOPPED
@@ -136,8 +143,12 @@ def launch(
             start = partial(
                 _start_worker, job, command, shared, num_hosts=nnodes, num_local=num_workers, master=master
             )
-            job.wait({rank: start(rank) for rank in ranks}, restart=start if is_elastic else None)
-            outcome = _common_outcome(job, group, nnodes)
+            job.wait(
+                {rank: start(rank) for rank in ranks},
+                restart=start if is_elastic else None,
+                has_other_hosts=nnodes > 1,
+            )
+            outcome = _common_outcome(job, group, nnodes, is_elastic=is_elastic)
         if failure_file is not None and outcome.text:
             failure_file.parent.mkdir(parents=True, exist_ok=True)
             failure_file.write_text(outcome.text, encoding="utf-8")
@@ -154,7 +165,15 @@ def _end_workers(notice: str) -> None:
 
 
 def _meet(
-    job: Job, host: str, port: int, num_hosts: int, num_workers: int, *, secret: bytes, deadline_s: float
+    job: Job,
+    host: str,
+    port: int,
+    num_hosts: int,
+    num_workers: int,
+    *,
+    secret: bytes,
+    deadline_s: float,
+    is_elastic: bool,
 ) -> HostGroup | None:
     """Return the group of the launchers of all hosts, or ``None`` if the job was asked to stop before."""
     from shoal.launch.host_rendezvous import join_hosts  # not for one host
@@ -170,17 +189,18 @@ def _meet(
             secret=secret,
             deadline_s=deadline_s,
             stopped=lambda: job.stop_requested,
+            is_elastic=is_elastic,
         ),
     )
 
 
-def _common_outcome(job: Job, group: HostGroup | None, num_hosts: int) -> Outcome:
+def _common_outcome(job: Job, group: HostGroup | None, num_hosts: int, *, is_elastic: bool) -> Outcome:
     """Return the outcome of a job whose workers have ended here; leave the group of the hosts."""
     outcome = job.outcome(has_other_hosts=num_hosts > 1)
     if group is None:
         return outcome
     code, text = group.cause(outcome.exit_code, outcome.text)
-    group.leave(wait=job.num_interrupts < 2, has_failed=job.has_failed, exit_code=code)
+    group.leave(wait=job.num_interrupts < 2, may_lack=is_elastic or job.has_failed, exit_code=code)
     return Outcome(exit_code=code, text=text)
 
 

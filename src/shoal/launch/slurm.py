@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from shoal.errors import ShoalError, UsageError
-from shoal.launch.job_size import SIZE, JobSize, check_form, name_of
+from shoal.launch.job_size import SIZE, JobSize, check_form, is_elastic, name_of
 from shoal.launch.tools import run_tool
 
 SEED = "{seed}"
@@ -25,8 +25,8 @@ _OPTION = re.compile(rf"--{_WORD.pattern}")
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.IGNORECASE)
 _ARRAY = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*(%\d+)?")
 _OWNED = (
-    "array", "het-group", "job-name", "kill-on-bad-exit", "mpi", "nodes", "ntasks", "ntasks-per-node",
-    "open-mode", "output", "error", "requeue", "no-requeue", "signal", "time", "wrap",
+    "array", "het-group", "job-name", "kill-on-bad-exit", "mpi", "no-kill", "nodes", "ntasks",
+    "ntasks-per-node", "open-mode", "output", "error", "requeue", "no-requeue", "signal", "time", "wrap",
 )  # fmt: skip
 
 
@@ -128,6 +128,7 @@ def render(job: SlurmJob, command: Sequence[str], folder: Path) -> str:
         f"srun{f' --het-group={group}' if job.helpers else ''} --mpi=none --kill-on-bad-exit=0"
         for group in (0, 1)
     )
+    workers += " --no-kill" * is_elastic(command)
     lines = ["#!/bin/bash", *_directives(job, command, folder), ""]
     lines += [f"job={folder}{'/$SLURM_ARRAY_TASK_ID' * (job.array is not None)}  # shared by all nodes"]
     lines += [*job.prolog, ""]
@@ -184,6 +185,7 @@ def _directives(job: SlurmJob, command: Sequence[str], folder: Path) -> list[str
         " ".join(workers),
         f"--requeue --open-mode=append --signal=USR1@{job.save_s + _SIGNAL_MARGIN_S}",
         f"--output={output}",
+        *(["--no-kill"] if is_elastic(command) else []),  # a node that fails ends neither job nor step
         *([f"--array={job.array}"] if job.array is not None else []),
     ]
     if job.helpers:

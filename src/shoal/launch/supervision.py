@@ -7,6 +7,7 @@ library only.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from shoal.env.standstills import take_standstills
+from shoal.env.member_signs import have_begun, take_standstills
+from shoal.env.worker import MEMBERS
 from shoal.errors import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -38,6 +40,8 @@ _AFTER_STOP_S = 120.0
 _AFTER_SIGNAL_S = 10.0
 _RESTART_PAUSE_S, _MOST_RESTART_PAUSE_S = 0.5, 60.0
 """Before a worker is started again; the pause doubles each time."""
+MOST_STARTS = 3
+"""Of all workers that come and go, until the first of these starts in which none is lost before they meet."""
 THREADS = ("OMP_NUM_THREADS", "PJRT_NPROC", "TF_NUM_INTRAOP_THREADS")
 """Variables with the number of threads of a worker's libraries: PyTorch and NumPy, JAX, TensorFlow."""
 
@@ -101,6 +105,8 @@ class Job:
         self._restart: Callable[[int], subprocess.Popen[str]] | None = None
         self._can_restart: Callable[[int], bool] = lambda rank: True
         self._restart_at: dict[int, float] = {}
+        self._kill_at: dict[str, float] = {}
+        self._has_other_hosts, self._num_starts = False, 1
         self._num_restarts: Counter[int] = Counter()
 
     def __enter__(self) -> Self:
@@ -142,17 +148,19 @@ class Job:
         *,
         restart: Callable[[int], subprocess.Popen[str]] | None = None,
         can_restart: Callable[[int], bool] = lambda rank: True,
+        has_other_hosts: bool = False,
     ) -> None:
         """Wait for the end of all workers (by rank): forward signals, and kill those past a deadline.
 
         Args:
             restart: starts a worker again, where the others go on without it if a signal has ended it, or if
-                they have given it up.
+                they have given it up. If one is lost before they have met, all are started again.
             can_restart: whether its host is there; called again and again.
+            has_other_hosts: workers on other hosts go on, too, even if all of these are lost.
         """
         self._workers, self._restart, self._can_restart = dict(workers), restart, can_restart
+        self._has_other_hosts = has_other_hosts
         sent: list[int] = []
-        kill_at: dict[str, float] = {}
         reports = self._error_dir is not None
         while self._poll():
             now = time.monotonic()
@@ -166,8 +174,8 @@ class Job:
                 ("signal", not reports and self.received is not None, _AFTER_SIGNAL_S),
             ):
                 if has_come:
-                    kill_at.setdefault(event, now + seconds)
-            if self.num_interrupts > 1 or now > min(kill_at.values(), default=now):
+                    self._kill_at.setdefault(event, now + seconds)
+            if self.num_interrupts > 1 or now > min(self._kill_at.values(), default=now):
                 self._kill()
             time.sleep(POLL_S)
 
@@ -211,18 +219,25 @@ class Job:
             code = self._workers[rank].poll()
             if code is None:
                 continue
-            if self._has_left(rank, code):
+            if rank in self._restart_at and self.stop_requested:
+                self.exit_codes[rank] = EXIT_STOPPED
+            elif rank in self._restart_at:
+                assert self._restart is not None
+                if now > self._restart_at[rank] and self._can_restart(rank):
+                    del self._restart_at[rank]
+                    self._workers[rank] = self._restart(rank)
+            elif self._is_lost_early(rank, code):
+                self._start_all_again(rank, code)
+                break
+            elif self._has_left(rank, code):
                 print(f"shoal: worker {rank} has left; the others go on", file=sys.stderr, flush=True)
                 del self._workers[rank]
-            elif self._restart is None or self.stop_requested or not self._is_lost(rank, code):
+            elif self._restarts and self._have_met() and self._is_lost(rank, code):
+                self._restart_at[rank] = now + self._pause_before_restart(rank, code)
+            else:
                 self.exit_codes[rank] = code
                 self._ended_at[rank] = now
-            elif rank not in self._restart_at:
-                self._restart_at[rank] = now + self._pause_before_restart(rank, code)
-            elif now > self._restart_at[rank] and self._can_restart(rank):
-                del self._restart_at[rank]
-                self._workers[rank] = self._restart(rank)
-        if not any(rank not in self._restart_at for rank in self._alive()):
+        if self._restart_at.keys() >= set(self._alive()) and self._is_over():
             self._end_without_restarts()
         return bool(self._alive())
 
@@ -237,7 +252,41 @@ class Job:
     def _has_left(self, rank: int, code: int) -> bool:
         """Return whether a worker that has ended was asked to stop by another than this launcher."""
         goes_on = EXIT_OK in self.exit_codes.values() or any(each != rank for each in self._alive())
-        return self._restart is not None and code == EXIT_STOPPED and not self.stop_requested and goes_on
+        return self._restarts and self._have_met() and code == EXIT_STOPPED and goes_on
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether workers are started again."""
+        return self._restart is not None and not self.stop_requested
+
+    def _is_lost_early(self, rank: int, code: int) -> bool:
+        """Return whether a worker has ended, or lost another, before all had met, and all may start again."""
+        if not self._restarts or self._has_other_hosts or self._have_met() or self._num_starts == MOST_STARTS:
+            return False
+        error = self._all_errors().get(rank)
+        return self._is_lost(rank, code) or (error is not None and error.lost_peer)
+
+    def _have_met(self) -> bool:
+        """Return whether the workers go on without one from now on."""
+        return self._error_dir is None or have_begun(self._error_dir)
+
+    def _start_all_again(self, rank: int, code: int) -> None:
+        """End all workers, and start them from the beginning: they have not taken a step."""
+        assert self._error_dir is not None
+        self._num_starts += 1
+        print(
+            f"shoal: worker {rank} {_how_lost(code)} before the first step; all start again (start "
+            f"{self._num_starts} of {MOST_STARTS})",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        end_process_groups(list(self._workers.values()), grace_s=0)
+        for path in self._error_dir.glob("error-*.json"):
+            path.unlink()
+        for store in self._error_dir.glob(f"*{MEMBERS}"):
+            shutil.rmtree(store)
+        for ended in (self.exit_codes, self._ended_at, self._kill_at):
+            ended.clear()
+        self._restart_at = dict.fromkeys(self._workers, time.monotonic() + _RESTART_PAUSE_S)
 
     def _is_lost(self, rank: int, code: int) -> bool:
         """Return whether a worker that has ended is one without which the others go on."""
@@ -247,12 +296,16 @@ class Job:
         """Return the seconds until a worker is started again, more each time, and say so."""
         pause_s: float = min(_RESTART_PAUSE_S * 2 ** self._num_restarts[rank], _MOST_RESTART_PAUSE_S)
         self._num_restarts[rank] += 1
-        end = f"ended by {_name_of_signal(-code)}" if code < 0 else "given up by the others"
         print(
-            f"shoal: worker {rank} was {end}; the others go on, and it is started again in {pause_s:g} s",
+            f"shoal: worker {rank} {_how_lost(code)}; the others go on, and it is started again in "
+            f"{pause_s:g} s",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         return pause_s
+
+    def _is_over(self) -> bool:
+        """Return whether nobody is there to take in workers that were to be started again."""
+        return bool(self.exit_codes) or (self._have_met() and not self._has_other_hosts)
 
     def _end_without_restarts(self) -> None:
         """Start no worker again: the others have ended without it, or all were lost."""
@@ -268,8 +321,11 @@ class Job:
     def _alive(self) -> list[int]:
         return [rank for rank in self._workers if rank not in self.exit_codes]
 
+    def _all_errors(self) -> dict[int, WorkerError]:
+        return {} if self._error_dir is None else read_errors(self._error_dir)
+
     def _errors(self) -> dict[int, WorkerError]:
-        errors = {} if self._error_dir is None else read_errors(self._error_dir)
+        errors = self._all_errors()
         if self._restart is None:
             return errors
         return {rank: error for rank, error in errors.items() if error.exit_code != EXIT_LOST}
@@ -391,6 +447,13 @@ def _without_report(rank: int, code: int, logs: Mapping[int, Path]) -> Outcome:
         hint = ": native code crashed; the lines above or in its log show where in Python"
     name = _name_of_signal(number)
     return Outcome(exit_code=EXIT_FAILURE, text=f"worker {rank} was ended by {name}{hint}{end}")
+
+
+def _how_lost(code: int) -> str:
+    """Return in words how a worker with this exit code was lost."""
+    if code < 0:
+        return f"was ended by {_name_of_signal(-code)}"
+    return "was given up by the others" if code == EXIT_LOST else "lost another one"
 
 
 def _name_of_signal(number: int) -> str:

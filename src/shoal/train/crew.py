@@ -37,7 +37,6 @@ from shoal.train.checkpoint import open_checkpointer
 from shoal.train.checkpoint_files import DTYPE_NAMES, DTYPES, StoredTensor
 from shoal.train.checkpoint_state import flatten, local_state, restore
 from shoal.train.gradients import ChangingWorkers
-from shoal.train.run_dir import own
 from shoal.train.step import Step, Workers, seed_key_of
 
 T = TypeVar("T")
@@ -315,6 +314,7 @@ class ChangingMembers(Workers):
             if not self._members.has_lost():
                 raise
             return error
+        self._members.tell_launcher()
         return None
 
     def redo(self, step: Step, error: BaseException) -> bool:
@@ -375,8 +375,6 @@ class ChangingMembers(Workers):
             self._leads = True
             if run.log is None:
                 self._take_over(self._members.get("owner"))
-            if run.directory is not None:
-                self._members.put("owner", own(run.directory).token)
             if run.directory is not None and run._settings.output.save:
                 output = run._settings.output
                 run._checkpointer = open_checkpointer(output, run.directory, is_alone=True)

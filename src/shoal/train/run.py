@@ -85,7 +85,7 @@ from shoal.train.reporting import (
     peak_memory_bytes,
     versions,
 )
-from shoal.train.run_dir import open_run_dir, own, recorded_backend, require_writable
+from shoal.train.run_dir import Ownership, open_run_dir, own, recorded_backend, require_writable
 from shoal.train.servers.choice import choose_update
 from shoal.train.step import (
     LayerNorms,
@@ -1003,6 +1003,7 @@ def owned(run_dir: Path, world: World) -> Iterator[None]:
         if world.is_main:
             require_writable(run_dir)
             mine.append(own(run_dir))
+            _name_owner(world, mine[0])
 
     run_on_all(world.control, take)
     try:
@@ -1010,6 +1011,12 @@ def owned(run_dir: Path, world: World) -> Iterator[None]:
     finally:
         for ownership in mine:
             ownership.release()
+
+
+def _name_owner(world: World, ownership: Ownership) -> None:
+    """Name the owner of the run directory to whoever may have to come in its place."""
+    if world.members is not None:
+        world.members.put("owner", ownership.token)
 
 
 def _open_profiler(run: Run) -> StepProfiler | None:
@@ -1045,7 +1052,9 @@ def take_over(run: Run, target: Target | None, owner: str) -> None:
         owner: token of that worker as the owner of the run directory.
     """
     assert run.directory is not None
-    run._stack.callback(own(run.directory, given_up=owner).release)
+    mine = own(run.directory, given_up=owner)
+    run._stack.callback(mine.release)
+    _name_owner(run.world, mine)
     add_writers(run, target)
     run.log = open_log(run, run.step + 1)
     run._evaluations.read(run.step)

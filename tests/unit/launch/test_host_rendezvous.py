@@ -208,7 +208,7 @@ def test_a_host_that_only_others_lost_is_gone(monkeypatch: pytest.MonkeyPatch) -
     first, second = meet(*(host(port, 2) for port in [free_port()] * 2))
     assert first.cause(76, "lost") == (76, "lost")
     began = time.monotonic()
-    first.leave(wait=True, has_failed=True)
+    first.leave(wait=True, may_lack=True)
     assert time.monotonic() - began < 20
     assert second.cause(0, "") == (0, "")
 
@@ -261,6 +261,23 @@ def test_one_host_too_many_is_told() -> None:
     assert [member.rank for member in met] == [0, 1]
     with pytest.raises(ShoalError, match=r"2 hosts have met at .* already and this is one more"):
         host(port, 2)()
+
+
+def test_a_host_that_comes_back_takes_its_place_where_workers_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, names = free_port(), iter(["beta", "alpha"])  # ranks are by name
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", next(names, "alpha"), "", "", "")))
+    leading = ThreadPoolExecutor(1).submit(host(port))
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(host(port)) for _ in range(2)]
+        assert sorted(each.result(20).rank for each in others) == [1, 2]
+    first = leading.result(20)
+    for name, rank in (("beta", 2), ("alpha", 1), ("gamma", 1), ("beta", 2)):
+        monkeypatch.setattr(os, "uname", lambda name=name: os.uname_result(("", name, "", "", "")))
+        back = partial(host(port), is_elastic=True)()
+        assert (back.rank, back.master_port) == (rank, first.master_port)
+        assert back.signed.challenge == first.signed.challenge
 
 
 def earlier_job() -> dict[str, bytes]:

@@ -96,6 +96,8 @@ KUBEFLOW = {
             HostOptions(),
             "distributed.backend gloo does not use helper hosts, and 1 helper is named",
         ),
+        ({}, ("true",), HostOptions(join=True), "--join needs --job DIR, the folder of a job that runs"),
+        ({}, ("true",), HostOptions(join=True, job=Path("no-job")), "no-job has no start"),
         ({}, ("true",), HostOptions(run_id="bert"), "--run-id 'bert' is not of the form JOB.START"),
         ({}, ("true",), HostOptions(run_id="../x.1"), "is not of the form JOB.START"),
         (

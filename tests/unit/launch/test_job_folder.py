@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -201,6 +202,20 @@ def test_the_wait_for_a_folder_says_so_and_asks_less_and_less_often(
     assert said == f"shoal launch: {os.uname().nodename} waits for {tmp_path}/starts/7.0/secret\n"
     JobFolder(tmp_path, "7.1").begin()  # the next start does not see the file of this one
     assert not JobFolder(tmp_path, "7.2").secret_file.exists()
+
+
+def test_a_host_that_joins_reads_where_the_others_have_met(tmp_path: Path) -> None:
+    first = JobFolder(tmp_path, "7.0")
+    first.begin()
+    place: dict[str, Any] = {"rdzv": "node1:29400", "nnodes": 3, "workers": 8}
+    with pytest.raises(UsageError, match=r"--join: start 7\.0 of .* takes in no hosts"):
+        first.place()
+    first.publish_place(**place)
+    assert JobFolder(tmp_path, "7.0").place() == place
+    for text in ('{"rdzv": "node1:29400", "nnodes": "3", "workers": 8}', "[]", "{}"):
+        (first.folder / "place").write_text(text)
+        with pytest.raises(ShoalError, match=r"place is not what shoal launch writes; start the job again"):
+            first.place()
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from shoal.launch.job_size import (
     Workers,
     check_use_of_helpers,
     hosts_apart,
+    is_elastic,
     name_of,
     option,
     usable_workers,
@@ -93,6 +94,14 @@ def test_helpers_that_would_be_idle(words: tuple[str, ...], num_helpers: int, is
 )
 def test_the_name_of_a_command(command: tuple[str, ...], name: str) -> None:
     assert name_of(command) == name
+
+
+def test_workers_that_come_and_go(tmp_path: Path) -> None:
+    file = tmp_path / "lm.toml"
+    file.write_text('[distributed]\nelastic = "2:4"\n')
+    assert is_elastic(["train", "lm", "--distributed.elastic", "2:4"])
+    assert is_elastic(["train", "lm", f"--config={file}"])
+    assert not is_elastic(["train", "lm", "--distributed.backend", "shoal"])
 
 
 def test_hosts_that_evaluate_do_not_count_among_those_that_train(tmp_path: Path) -> None:

@@ -187,6 +187,22 @@ def test_the_api_accepts_manifests(settings: dict[str, Any], api: str) -> None:
     assert [problems(each) for each in found] == [[]] * len(found)
 
 
+@pytest.mark.parametrize("api", ["jobset", "trainjob"])
+def test_a_pod_is_replaced_alone_where_workers_come_and_go(api: str) -> None:
+    found = documents((*BERT, "--distributed.elastic", "4:8"), api=api)
+    assert [problems(each) for each in found] == [[]] * len(found)
+    spec = found[0]["spec"] if api == "jobset" else found[0]["spec"]["template"]["spec"]
+    job = spec["replicatedJobs"][-1]["template"]["spec"]
+    actions = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {"values": ["evicted"]})["values"]
+    }
+    assert actions == {2: "FailJob", 75: "Ignore", 76: "Ignore", "evicted": "Ignore"}
+    assert job["backoffLimit"] == 100
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}  # one may be away at the end
+
+
 Change = Callable[[dict[str, Any]], Any]
 
 

@@ -63,6 +63,15 @@ def test_one_task_per_worker_and_no_helpers() -> None:
     assert "hetjob" not in script and "scancel" not in script and "--workers" not in script
 
 
+def test_a_node_that_fails_ends_no_job_whose_workers_come_and_go() -> None:
+    elastic = (*BERT, "--distributed.elastic", "2:3")
+    script = render(SlurmJob(hosts=3), elastic, FOLDER)
+    assert script.count("--no-kill") == 2
+    assert "\n#SBATCH --no-kill\n" in script
+    assert "\nsrun --mpi=none --kill-on-bad-exit=0 --no-kill \\\n" in script
+    assert "--no-kill" not in render(SlurmJob(hosts=3), BERT, FOLDER)
+
+
 def test_a_transport_is_that_of_all_hosts_in_quotes() -> None:
     job = SlurmJob(hosts=2, helpers=1, transport="ofi:tcp;ofi_rxm", interface="eth0")
     script = render(job, BERT, FOLDER)

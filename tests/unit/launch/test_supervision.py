@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore
 
+from shoal.env.member_signs import name_begin
 from shoal.errors import EXIT_STOPPED, ShoalError, UsageError
 from shoal.launch.supervision import Job, decide_outcome
 from shoal.launch.worker import WorkerError, describe_error, read_errors, write_error
@@ -230,6 +231,7 @@ def elastic_job(
 
     errors = folder / "errors"
     errors.mkdir()
+    name_begin(errors)
     with Job(folder / "logs", error_dir=errors) as job:
         job.wait({rank: start(rank) for rank in (0, 1)}, restart=start, can_restart=can_restart)
         outcome = job.outcome()
@@ -271,7 +273,89 @@ def test_the_loss_of_all_is_a_failure(tmp_path: Path) -> None:
         kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
         return subprocess.Popen([sys.executable, "-c", kill], start_new_session=True, text=True)
 
+    name_begin(tmp_path)
     with Job(tmp_path / "logs", error_dir=tmp_path) as job:
         job.wait({0: start(0)}, restart=start)
         assert job.outcome().exit_code == 1
         assert "worker 0 was ended by SIGKILL" in job.outcome().text
+
+
+# ---- workers that are lost before all have met -------------------------------------------------------------
+
+SET_UP = """
+import json, os, pathlib, signal, sys, time
+folder, rank, how, num_lost = pathlib.Path(sys.argv[1]), *sys.argv[2:5]
+number = len(list(folder.glob(f"start-{rank}-*"))) + 1
+(folder / f"start-{rank}-{number}").touch()
+store = folder / "errors" / "store.members"
+store.mkdir(exist_ok=True)
+(store / f"{rank}-{number}").touch()
+while len(list(folder.glob(f"start-*-{number}"))) < 2:
+    time.sleep(0.01)
+if number > int(num_lost):
+    sys.exit(0)
+if rank == "1" and how != "a file is damaged":
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == "1" or how == "hangs":
+    time.sleep(60)
+report = {"rank": 0, "time_s": 1.0, "message": how, "exit_code": 1, "is_bug": False}
+report["lost_peer"] = how == "rank 1 was lost"
+(folder / "errors" / "error-0.json").write_text(json.dumps(report))
+sys.exit(1)
+"""
+
+
+def set_up(folder: Path, how: str, num_lost: int) -> tuple[int, str, int]:
+    """Run a job whose workers are lost before they meet; return its outcome and the number of starts."""
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SET_UP, str(folder), str(rank), how, str(num_lost)]
+        return subprocess.Popen(command, start_new_session=True, text=True)
+
+    errors = folder / "errors"
+    errors.mkdir()
+    with Job(folder / "logs", error_dir=errors) as job:
+        job.wait({rank: start(rank) for rank in (0, 1)}, restart=start)
+        outcome = job.outcome()
+    starts = [sorted(path.name for path in folder.glob(f"start-{rank}-*")) for rank in (0, 1)]
+    assert len(starts[0]) == len(starts[1])
+    store = {path.name for path in (errors / "store.members").iterdir()}
+    assert store == {f"{rank}-{len(starts[0])}" for rank in (0, 1)}, "each start has a store of its own"
+    return outcome.exit_code, outcome.text, len(starts[0])
+
+
+@pytest.mark.parametrize("how", ["hangs", "rank 1 was lost"])
+def test_all_start_again_if_one_is_lost_before_they_meet(
+    how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert set_up(tmp_path, how, num_lost=2) == (0, "", 3)
+    said = capfd.readouterr().err
+    assert "before the first step; all start again (start 2 of 3)\n" in said and "(start 3 of 3)\n" in said
+
+
+def test_all_start_three_times_at_most(tmp_path: Path) -> None:
+    code, text, num_starts = set_up(tmp_path, "rank 1 was lost", num_lost=9)
+    assert (code, num_starts) == (1, 3)
+    assert text.startswith("worker 1 was ended by SIGKILL")
+
+
+def test_an_error_before_all_have_met_ends_the_job(tmp_path: Path) -> None:
+    assert set_up(tmp_path, "a file is damaged", num_lost=9) == (1, "a file is damaged", 1)
+
+
+def test_the_workers_of_several_hosts_do_not_end_with_those_of_one(tmp_path: Path) -> None:
+    life = "import os, signal, sys; os.path.exists(sys.argv[1]) or os.kill(os.getpid(), signal.SIGKILL)"
+    lives: list[int] = []
+
+    def start(rank: int) -> subprocess.Popen[str]:
+        lives.append(rank)
+        if len(lives) == 3:
+            (tmp_path / "lives").touch()
+        command = [sys.executable, "-c", life, str(tmp_path / "lives")]
+        return subprocess.Popen(command, start_new_session=True, text=True)
+
+    name_begin(tmp_path)
+    with Job(tmp_path / "logs", error_dir=tmp_path) as job:
+        job.wait({1: start(1)}, restart=start, has_other_hosts=True)
+        assert job.outcome().exit_code == 0
+    assert lives == [1, 1, 1]

@@ -1,10 +1,10 @@
-"""Tests that a worker is named to its launcher once."""
+"""Tests the signs of workers for their launcher."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.env.standstills import name_standstill, take_standstills
+from shoal.env.member_signs import have_begun, name_begin, name_standstill, take_standstills
 
 
 def test_each_worker_is_taken_once(tmp_path: Path) -> None:
@@ -14,3 +14,10 @@ def test_each_worker_is_taken_once(tmp_path: Path) -> None:
     name_standstill(tmp_path, 12, "13")
     assert sorted(take_standstills(tmp_path)) == [(1, 4711), (12, 13)]
     assert take_standstills(tmp_path) == []
+
+
+def test_the_begin_is_told_once_by_all(tmp_path: Path) -> None:
+    assert not have_begun(tmp_path)
+    for _ in range(2):
+        name_begin(tmp_path)
+        assert have_begun(tmp_path)

@@ -1,8 +1,10 @@
-"""Names workers that stand still to the launcher of their host, in the folder that they share."""
+"""Signs of workers that come and go for the launcher of their host, in the folder that they share."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+_BEGUN = "begun"
 
 
 def name_standstill(folder: Path, rank: int, pid: str) -> None:
@@ -16,3 +18,13 @@ def take_standstills(folder: Path) -> list[tuple[int, int]]:
     for path in paths:
         path.unlink()
     return [(int(rank), int(pid)) for _, rank, pid in (path.name.split("-") for path in paths)]
+
+
+def name_begin(folder: Path) -> None:
+    """Tell the launcher of ``folder`` that the workers have met: from now on the others go on without one."""
+    (folder / _BEGUN).touch()
+
+
+def have_begun(folder: Path) -> bool:
+    """Return whether the workers have met."""
+    return (folder / _BEGUN).exists()
