@@ -419,34 +419,36 @@ class ServersConfig:
         staleness = int(self.late == "next") if self.staleness is None else self.staleness
         return WaitingRule(num_workers, wait_for, self.late, staleness, self.grace_s)
 
-    def check_clip(self, *, per_worker: bool) -> None:
-        """Check that servers get gradients that no worker has clipped.
 
-        Raises:
-            UsageError: each worker clips its own.
-        """
-        if self.option and per_worker:
-            raise UsageError(
-                f"{self.option} with optim.clip worker: servers clip the mean; use --optim.clip global"
-            )
+def check_clip(servers: ServersConfig, *, per_worker: bool) -> None:
+    """Check that servers get gradients that no worker has clipped.
 
-    def check_momentum(self, shown: str, momentum: float) -> None:
-        """Check that steps which wait for no worker have no momentum.
+    Raises:
+        UsageError: each worker clips its own.
+    """
+    if servers.option and per_worker:
+        raise UsageError(
+            f"{servers.option} with optim.clip worker: servers clip the mean; use --optim.clip global"
+        )
 
-        With momentum, a delay of one step lowers the largest stable learning rate 38-fold.
 
-        Args:
-            shown: the optimizer's option and its value, for the error.
+def check_delayed_momentum(servers: ServersConfig, shown: str, momentum: float) -> None:
+    """Check that steps which wait for no worker have no momentum.
 
-        Raises:
-            UsageError: they have.
-        """
-        if self.mode == "async" and momentum:
-            raise UsageError(
-                f"{self.option} with {shown}: with momentum {momentum}, gradients that are late soon make "
-                "training diverge; set it to 0, or use --servers.mode bounded, which keeps gradients in the "
-                "order of their batches"
-            )
+    With momentum, a delay of one step lowers the largest stable learning rate 38-fold.
+
+    Args:
+        shown: the optimizer's option and its value, for the error.
+
+    Raises:
+        UsageError: they have.
+    """
+    if servers.mode == "async" and momentum:
+        raise UsageError(
+            f"{servers.option} with {shown}: with momentum {momentum}, gradients that are late soon make "
+            "training diverge; set it to 0, or use --servers.mode bounded, which keeps gradients in the "
+            "order of their batches"
+        )
 
 
 def check_normalised(option: str, max_norm: float | None) -> None:

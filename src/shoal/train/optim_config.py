@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.optim.lr_schedules import LRSchedule
-from shoal.train.config import ServersConfig, check_normalised
+from shoal.train.config import ServersConfig, check_clip, check_delayed_momentum, check_normalised
 
 
 def _option(default: Any) -> Any:
@@ -160,14 +160,14 @@ def check_served(optim: OptimizerConfig, servers: ServersConfig) -> None:
     """
     if not servers.option:
         return
-    servers.check_clip(per_worker=optim.clip == "worker")
+    check_clip(servers, per_worker=optim.clip == "worker")
     if servers.mode == "local":  # each worker steps by itself
         return
     if optim.optimizer == "lans":
         check_normalised(f"{servers.option} with optim.max_grad_norm", optim.max_grad_norm)
     own = optim.options()
     option = "momentum" if "momentum" in own else "beta1"
-    servers.check_momentum(f"optim.{option} {own.get(option)}", own.get(option) or 0.0)
+    check_delayed_momentum(servers, f"optim.{option} {own.get(option)}", own.get(option) or 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

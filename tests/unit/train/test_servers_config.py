@@ -106,34 +106,34 @@ MODE = ServersConfig(mode="async")
     ("rule", "of_settings", "of_objects"),
     [
         (
-            (ServersConfig, "check_clip"),
+            ("check_clip", choice),
             lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(clip="worker", beta1=0.0)),
             lambda: choice._check_run(MODE, {"optimizer": SGD([torch.ones(1)])}, [Averaging(False)]),
         ),
         (
-            (ServersConfig, "check_momentum"),
+            ("check_delayed_momentum", rules),
             lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(beta1=0.5)),
             lambda: rules.check_momentum(SGD([torch.ones(1)], momentum=0.5), MODE),
         ),
         (
-            (None, "check_normalised"),
+            ("check_normalised", rules),
             lambda: BertConfig(servers=MODE, optim=PhasesOptimConfig(optimizer="lans", beta1=0.0)),
             lambda: rules.check_max_norm(Lans([torch.ones(1)], lr=0.1), 1.0),
         ),
     ],
 )
 def test_settings_and_objects_meet_the_same_rule(
-    rule: tuple[Any, str],
+    rule: tuple[str, Any],
     of_settings: Callable[[], object],
     of_objects: Callable[[], object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    owner, name = rule
+    name, second = rule
     for check in (of_settings, of_objects):
         with pytest.raises(UsageError):
             check()
-    for place in (owner,) if owner else (optim_config, rules):
-        monkeypatch.setattr(place, name, lambda *_, **__: None)
+    for module in (optim_config, second):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
     of_settings()
     of_objects()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.train.config import ServersConfig
+from shoal.train.config import ServersConfig, check_clip
 from shoal.train.gradients import DataParallel, ManyWorkers, Update
 
 _MODES = {
@@ -76,7 +76,7 @@ def _check_run(config: ServersConfig, kept: Mapping[str, Any], models: Sequence[
             f"{option} is for one model of run.data_parallel, and the run has {len(models)}: leave it out (a "
             "pipeline's stages update their own weights)"
         )
-    config.check_clip(per_worker=not models[0].average)
+    check_clip(config, per_worker=not models[0].average)
 
 
 def _own_tensors(kept: Mapping[str, Any], model: DataParallel) -> list[Tensor]:

@@ -20,7 +20,7 @@ from shoal.optim.adafactor import Adafactor, is_factored
 from shoal.optim.lamb import Lamb
 from shoal.optim.lans import Lans
 from shoal.optim.moments import parameters_of
-from shoal.train.config import ServersConfig, check_normalised
+from shoal.train.config import ServersConfig, check_delayed_momentum, check_normalised
 from shoal.train.servers.tensors import KERNELS, kernel_of
 
 _OFF = ("amsgrad", "maximize", "dampening", "differentiable")
@@ -77,11 +77,11 @@ def check_outer(outer: Optimizer, model: nn.Module) -> None:
 
 
 def check_momentum(optimizer: Optimizer, config: ServersConfig) -> None:
-    """Check the momentum of an optimizer by :meth:`ServersConfig.check_momentum`."""
+    """Check the momentum of an optimizer by :func:`check_delayed_momentum`."""
     for group in optimizer.param_groups:
         name = "momentum" if "momentum" in group else "betas"
         momentum = group["momentum"] if name == "momentum" else group.get("betas", (0.0,))[0]
-        config.check_momentum(f"{type(optimizer).__name__}({name}={group.get(name)})", momentum)
+        check_delayed_momentum(config, f"{type(optimizer).__name__}({name}={group.get(name)})", momentum)
 
 
 def check_max_norm(optimizer: Optimizer, max_norm: float | None) -> None:
