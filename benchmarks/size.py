@@ -44,9 +44,9 @@ class Seen:
 
 
 def sockets_of(size: int, per_host: int) -> int:
-    """Return the sockets of a rank: one that listens, one for control to each other rank, one for data to
-    the one in the same place of each other host."""
-    return 1 + (size - 1) + (size // per_host - 1)
+    """Return the sockets of a rank: one that listens, one for control to each other rank of its host, one for
+    control and one for data to the one in the same place of each other host."""
+    return 1 + (per_host - 1) + 2 * (size // per_host - 1)
 
 
 def compiled(folder: Path) -> Path:

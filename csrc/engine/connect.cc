@@ -30,15 +30,25 @@ void Engine::connect(std::vector<PeerInfo> peers, std::vector<HelperInfo> helper
   started_ = true;
 
   const auto until = Clock::now() + seconds(timeout_s);
-  call_all(until);
-  await_all(until, timeout_s);
+  try {
+    call_all(until);
+    await_all(until, timeout_s);
+  } catch (const std::runtime_error& error) {  // those that are no neighbours of who is missing have met all of theirs
+    abort(error.what());
+    throw;
+  }
   if (topology_->my_locals().size() > 1) open_stage(segment, timeout_s);
   met_ = true;
   ops_.open();
 }
 
-// Opens the channel to the others: between hosts with connections for data, unless libfabric carries it. Ranks that send
-// each other messages only get theirs with the first one.
+// Whether a server is connected from the beginning: a helper, or a neighbour. Others are with the first message between
+// them, or what a helper leaves when it is lost.
+bool Engine::meets(int server) const {
+  return members_.is_helper(server) || topology_->are_neighbours(options_.rank, server);
+}
+
+// Opens the channel to the others: between hosts with connections for data, unless libfabric carries it.
 void Engine::join_group() {
   const std::size_t mine = addresses_of(options_.address).size();
   std::vector<Channel::Member> members;
@@ -48,9 +58,7 @@ void Engine::join_group() {
     const bool fabric = !helper && !options_.fabric.empty();
     const std::size_t paths = helper ? 1 : std::min(mine, addresses_of(members_.peer(server).address).size());
     const int most = same_host || fabric ? 0 : options_.connections_per_peer * static_cast<int>(paths);
-    // Several paths have connections from the beginning: each takes over what another one loses.
-    const bool now = helper || paths > 1 || topology_->exchange(options_.rank, server);
-    members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(), now ? most : 0, most});
+    members.push_back({helper ? members_.helper(server).place() : members_.peer(server).place(), meets(server) ? most : 0, most, !meets(server)});
   }
   std::string marks;
   for (const PeerInfo& peer : members_.peers) marks += is_known(peer.key) ? mark_of(peer.key) : "";
@@ -70,7 +78,7 @@ void Engine::call_all(Clock::time_point until) {
   const auto work = [&] {
     for (int k = next++; k < count && !stopped; k = next++) {
       try {
-        call((options_.rank + k) % count, until, stopped);
+        if (const int server = (options_.rank + k) % count; meets(server)) call(server, until, stopped);
       } catch (const std::exception& error) {
         const MutexLock lock(mutex);
         if (!stopped.exchange(true)) problem = error.what();

@@ -90,7 +90,7 @@ Engine::~Engine() {
 }
 
 Engine::Protocol::Protocol(Engine& engine)
-    : mailbox(*engine.channel_, engine.members_, engine.ops_),
+    : mailbox(*engine.channel_, engine.members_, *engine.topology_, engine.ops_),
       router(engine.members_, *engine.topology_, engine.options_.workers_serve),
       liveness(engine.members_, *engine.topology_, router, engine.ops_, mailbox, engine.journal_, engine.options_.straggler_s),
       mismatch(engine.members_, engine.ops_, mailbox),
@@ -365,7 +365,20 @@ std::shared_ptr<std::byte> Engine::place_for(int peer, const FrameHeader& header
 
 void Engine::on_frame(int peer, const FrameHeader& header, Payload payload) {
   channel_->assert_here();
-  guarded([&]() SHOAL_NO_ANALYSIS { dispatch(peer, header, std::move(payload)); });
+  const int from = protocol_->mailbox.pass_on(peer, header, payload);
+  if (header.type == FrameType::rank_lost && from >= 0 && from != peer) {
+    return channel_->lost_elsewhere(from, printable(text_of(payload)));
+  }
+  guarded([&]() SHOAL_NO_ANALYSIS {
+    if (from < 0) throw ProtocolError(peer, "a notice of rank " + std::to_string(header.server - kPassedOn) + " that is not for it to pass on");
+    try {
+      dispatch(from, header, std::move(payload));
+    } catch (const ProtocolError& error) {
+      if (from == peer) throw;
+      throw GroupFailure(members_.name_of(peer) + " passed on from " + members_.name_of(from) + " " + error.what() +
+                         ": the memory or the program of one of them is corrupt");
+    }
+  });
 }
 
 void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
@@ -395,6 +408,7 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
       if (!members_.is_helper(peer)) on.liveness.left(peer);
       return;
     case FrameType::fabric:
+    case FrameType::rank_lost: throw ProtocolError(peer, "it says that it was lost");
     case FrameType::path_lost:
     case FrameType::join:
     case FrameType::leave: return;  // Connections and the transport have taken them
@@ -403,6 +417,7 @@ void Engine::dispatch(int peer, const FrameHeader& header, Payload payload) {
 
 void Engine::on_down(int peer, const std::string& why) {
   channel_->assert_here();
+  protocol_->mailbox.tell_lost(peer, why);
   note_lost(peer);
   guarded([&]() SHOAL_NO_ANALYSIS {
     if (members_.is_helper(peer)) return lose_helper(peer, why, true);

@@ -103,6 +103,7 @@ class Engine : private ChannelEvents {
 
   // connect.cc
   void join_group();
+  bool meets(int server) const;
   void call_all(Clock::time_point until);
   void call(int server, Clock::time_point until, const std::atomic<bool>& stopped);
   void await_all(Clock::time_point until, double timeout_s);

@@ -43,9 +43,42 @@ void Mailbox::broadcast(const Notice& notice) {
   header.root = notice.root;
   const Payload payload = notice.text.empty() ? Payload{} : payload_of(notice.text.substr(0, kMaxText));
   const bool to_helpers = notice.type == FrameType::heartbeat || notice.type == FrameType::goodbye;
+  if (notice.type != FrameType::heartbeat) header.server = kToBePassedOn;
   const int count = to_helpers ? members_.num_servers() : members_.size();
   for (int peer = 0; peer < count; ++peer) {
     if (peer != members_.rank) send(peer, header, payload);
+  }
+}
+
+void Mailbox::beat(int peer, bool to_all) {
+  FrameHeader header;
+  header.server = to_all ? kToBePassedOn : 0;
+  send(peer, header, {});
+}
+
+int Mailbox::pass_on(int peer, const FrameHeader& header, const Payload& payload) {
+  if (!is_notice(header.type) || header.server == 0 || members_.is_helper(peer)) return peer;
+  if (header.server == kToBePassedOn) {
+    if (payload.size() <= kMaxText) relay(peer, header, payload);
+    return peer;
+  }
+  const std::uint32_t origin = header.server - kPassedOn;
+  if (origin >= static_cast<std::uint32_t>(members_.size())) return -1;
+  const auto rank = static_cast<int>(origin);
+  return topology_.relay_of(rank) == peer && !topology_.are_neighbours(rank, members_.rank) ? rank : -1;
+}
+
+void Mailbox::tell_lost(int peer, const std::string& why) {
+  FrameHeader header;
+  header.type = FrameType::rank_lost;
+  if (!members_.is_helper(peer)) relay(peer, header, payload_of(why.substr(0, kMaxText)));
+}
+
+void Mailbox::relay(int origin, FrameHeader header, const Payload& payload) {
+  if (topology_.host_of(origin) == topology_.my_host() || topology_.relay_of(origin) != members_.rank) return;
+  header.server = kPassedOn + static_cast<std::uint32_t>(origin);
+  for (int rank : topology_.my_locals()) {
+    if (!topology_.are_neighbours(rank, origin)) sender_.send(rank, header, payload);
   }
 }
 
@@ -135,7 +168,8 @@ void Liveness::beat() {
     if (peer == members_.rank) continue;
     const bool speaks = topology_.local_index() == 0 &&
                         (members_.is_helper(peer) || topology_.locals(topology_.host_of(peer))[0] == peer);
-    if (speaks || (num_ticks_ + static_cast<std::uint64_t>(peer + members_.rank)) % stride == 0) mailbox_.beat(peer);
+    const bool due = (num_ticks_ + static_cast<std::uint64_t>(peer + members_.rank)) % stride == 0;
+    if (speaks || due) mailbox_.beat(peer, due);
   }
   ++num_ticks_;
 }
@@ -212,6 +246,8 @@ std::string Liveness::missing(const Op& op, bool& somebody) const {
   for (int rank = 0; rank < members_.num_servers(); ++rank) {
     if (rank == members_.rank || router_.is_lost(rank)) continue;
     const bool helper = members_.is_helper(rank);
+    const bool heard_of = helper || topology_.are_neighbours(rank, members_.rank) || silent_s(topology_.relay_of(rank)) <= straggler_s_;
+    if (!heard_of) continue;  // the rank that passes on its heartbeats is silent itself
     const bool silent = silent_s(rank) > straggler_s_, begun = helper || at(rank).submitted > op.seq;
     if ((begun && !silent) || ++count > kNamedRanks) continue;
     const std::string name = helper ? "helper " + members_.helper(rank).name : members_.name_of(rank);

@@ -53,7 +53,8 @@ struct Members {
   std::string name_of(int server) const;
 };
 
-// Sends frames to the members of a group, each stamped with this rank's progress. On the network thread.
+// Sends frames to the members of a group, each stamped with this rank's progress. Notices go to its neighbours, each of
+// which passes them on to those of its host that are none; there they count as the first one's own. On the network thread.
 class Mailbox {
  public:
   // A frame without elements, for all members.
@@ -64,21 +65,30 @@ class Mailbox {
     int root = -1;
   };
 
-  Mailbox(Sender& sender, const Members& members, const OpTable& ops)
-      : sender_(sender), members_(members), ops_(ops) {}
+  Mailbox(Sender& sender, const Members& members, const Topology& topology, const OpTable& ops)
+      : sender_(sender), members_(members), topology_(topology), ops_(ops) {}
 
   void send(int peer, FrameHeader header, Payload payload) REQUIRES(network_thread) {
     header.submitted = ops_.num_submitted();
     header.completed = ops_.num_completed();
     sender_.send(peer, header, std::move(payload));
   }
-  // Sends to all other ranks; a heartbeat and a goodbye to helpers too.
+  // Sends to all other ranks; a heartbeat and a goodbye to helpers too. Heartbeats of this kind are not passed on.
   void broadcast(const Notice& notice) REQUIRES(network_thread);
-  void beat(int peer) REQUIRES(network_thread) { send(peer, {}, {}); }
+  void beat(int peer, bool to_all = false) REQUIRES(network_thread);
+
+  // Passes on a frame of `peer` if that is for this rank to do. Returns the member whose frame it is, or -1 for a notice that
+  // is not for this peer to pass on.
+  int pass_on(int peer, const FrameHeader& header, const Payload& payload) REQUIRES(network_thread);
+  // Tells those that are no neighbours of a neighbour that it is lost, or has left.
+  void tell_lost(int peer, const std::string& why) REQUIRES(network_thread);
 
  private:
+  void relay(int origin, FrameHeader header, const Payload& payload) REQUIRES(network_thread);
+
   Sender& sender_;
   const Members& members_;
+  const Topology& topology_;
   const OpTable& ops_;
 };
 

@@ -68,6 +68,10 @@ class Topology {
   // where hosts have different numbers of ranks, places count modulo the smaller number. What a lost helper has
   // served goes between others too.
   bool exchange(int rank, int other) const;
+  // Whether two ranks are connected from the beginning: they share a host or exchange chunks.
+  bool are_neighbours(int rank, int other) const { return host_of(rank) == host_of(other) || exchange(rank, other); }
+  // Returns the rank of this host, a neighbour of a rank elsewhere, that passes its notices on to those here that are none.
+  int relay_of(int rank) const { return partner(my_host(), rank); }
 
   // Returns the number of hosts and helpers that serve an operation's chunks: those in the pattern, or every host.
   int num_links(Kind kind) const { return is_fixed(kind) ? num_hosts() : num_links_; }

@@ -20,6 +20,7 @@ namespace {
 
 constexpr std::size_t kMaxEarlyJoins = 65536;
 constexpr double kDataCallS = 30.0;
+constexpr auto kKnockPause = std::chrono::milliseconds(20);
 
 // The connections that engines may share. A child of fork() begins without any: threads do not survive it.
 struct Registry {
@@ -161,7 +162,11 @@ void Connections::drop_peer(int peer, const std::string& why) {
 
 int Connections::on_introduction(const Introduction& who, std::string& why_not) {
   assert_here();
-  return processes_.introduce(who, why_not);
+  const int peer = processes_.introduce(who, why_not);
+  if (peer >= 0 && who.knocks) {
+    for (Channel* channel : channels()) channel->knocked(peer);
+  }
+  return peer;
 }
 
 void Connections::on_connected(int peer) {
@@ -287,8 +292,8 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
   my_name_ = members[static_cast<std::size_t>(self)].place.name();
   const int count = static_cast<int>(members.size());
   for (int member = 0; member < count; ++member) {
-    const auto& [place, num_data, most_data] = members[static_cast<std::size_t>(member)];
-    members_.push_back({place, num_data, most_data});
+    const auto& [place, num_data, most_data, later] = members[static_cast<std::size_t>(member)];
+    members_.push_back({place, num_data, most_data, later});
     if (member == self) continue;
     at(member).peer = connections_.peer_of(place, calls(place));
     if (place.name() == my_name_ || !member_of_.emplace(at(member).peer, member).second) {
@@ -299,7 +304,9 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
   events_ = &events;
   {
     const MutexLock lock(mutex_);
-    for (const auto& [peer, member] : member_of_) missing_.insert(member);
+    for (const auto& [peer, member] : member_of_) {
+      if (!at(member).later) missing_.insert(member);
+    }
   }
   for (int member = 0; member < count; ++member) {
     if (member != self && connections_.num_connections(at(member).peer)) introduce(member);
@@ -308,13 +315,15 @@ void Channel::start(const Identity& me, int self, const std::vector<Member>& mem
 }
 
 void Channel::call(int member, bool for_data, double timeout_s, const std::atomic<bool>* stopped) {
-  const auto [to, first, wanted] = on_network([&] {
+  const auto [to, first, wanted, knocks] = on_network([&] {
     connections_.assert_here();
     const State& state = at(member);
-    const bool called = state.peer >= 0 && !state.gone && calls(state.place);
+    const bool called = state.peer >= 0 && !state.gone && calls(state.place) && (for_data || !state.later);
     const int wanted = called ? 1 + (for_data ? state.most_data : state.num_data) : 0;
-    return std::tuple(state.peer, called ? connections_.begin_calls(state.peer, wanted) : 0, wanted);
+    const bool knocks = for_data && !calls(state.place) && !state.gone;
+    return std::tuple(state.peer, called ? connections_.begin_calls(state.peer, wanted) : 0, wanted, knocks);
   });
+  if (knocks) connections_.transport().call_peer(to, {my_name_, true, true}, timeout_s, stopped);
   for (int k = first; k < wanted; ++k) {
     try {
       connections_.transport().call_peer(to, {my_name_, k == 0}, timeout_s, stopped);
@@ -332,7 +341,10 @@ void Channel::call(int member, bool for_data, double timeout_s, const std::atomi
 void Channel::want_data(int member, const FrameHeader& header) {
   State& state = at(member);
   if (state.num_data >= state.most_data || !carries_data(header.type) || std::exchange(state.wants_data, true)) return;
-  if (!calls(state.place)) return;
+  if (calls(state.place)) call_soon(member);
+}
+
+void Channel::call_soon(int member) {
   const MutexLock lock(mutex_);
   if (stops_calling_) return;
   to_call_.push_back(member);
@@ -352,9 +364,31 @@ void Channel::call_for_data() {
     }
     try {
       call(member, true, kDataCallS, &stops_calling_);
-    } catch (const std::runtime_error&) {  // the control connection goes on to carry it, or ends and says why
+    } catch (const std::runtime_error& error) {  // the control connection goes on to carry it, or ends and says why
+      call_failed(member, error.what());
     }
   }
+}
+
+// One that is asked to call may not know yet that this process is a member: it is asked again.
+void Channel::call_failed(int member, const std::string& why) {
+  post([this, member, why] {
+    connections_.assert_here();
+    State& state = at(member);
+    state.problem = why;
+    if (!state.later || state.gone || stands(state)) return;
+    if (!calls(state.place)) return call_soon(member);
+    if (!state.waiting.empty()) end(member, "no connection to it could be made: " + why);
+  });
+  std::this_thread::sleep_for(kKnockPause);
+}
+
+void Channel::knocked(int peer) {
+  const auto found = member_of_.find(peer);
+  if (found == member_of_.end() || !events_) return;
+  State& state = at(found->second);
+  if (!state.later || state.gone || stands(state) || std::exchange(state.wants_data, true)) return;
+  call_soon(found->second);
 }
 
 void Channel::stop_calling() {
@@ -402,12 +436,17 @@ void Channel::admit(int peer, const Identity& who) {
   check(found->second);
 }
 
+bool Channel::stands(const State& state) {
+  const bool fabric = connections_.over_fabric() && !state.place.is_helper();
+  const std::size_t wanted = 1 + static_cast<std::size_t>(state.num_data) + fabric;
+  return state.joined && connections_.num_connections(state.peer) >= wanted;
+}
+
 // A member is no longer missing once it has joined and its connections stand, or once it is gone.
 void Channel::check(int member) {
   const State& state = at(member);
-  const bool fabric = connections_.over_fabric() && !state.place.is_helper();
-  const std::size_t wanted = 1 + static_cast<std::size_t>(state.num_data) + fabric;
-  if (!state.gone && !(state.joined && connections_.num_connections(state.peer) >= wanted)) return;
+  if (!state.gone && !stands(state)) return;
+  send_waiting(member);
   const MutexLock lock(mutex_);
   missing_.erase(member);
   if (missing_.empty()) changed_.notify_all();
@@ -415,9 +454,21 @@ void Channel::check(int member) {
 
 // ---- channels: frames ----------------------------------------------------------------------------------
 
+void Channel::send_waiting(int member) {
+  for (auto& [header, payload] : std::exchange(at(member).waiting, {})) send(member, header, std::move(payload));
+}
+
 void Channel::send(int member, FrameHeader header, Payload payload) {
-  const State& to = at(member);
-  if (!to.joined || to.gone) return;
+  State& to = at(member);
+  if (to.gone) return;
+  if (to.later && !stands(to)) {
+    if (is_notice(header.type)) return;
+    if (to.waiting.empty()) to.since = std::chrono::steady_clock::now();
+    to.waiting.emplace_back(header, std::move(payload));
+    if (!std::exchange(to.wants_data, true)) call_soon(member);
+    return;
+  }
+  if (!to.joined) return;
   header.group = number_;
   ++frames_sent_;
   bytes_sent_ += sizeof header + payload.size();
@@ -436,7 +487,7 @@ void Channel::receive(int peer, const FrameHeader& header, Payload payload) {
   if (found == member_of_.end()) return connections_.drop_peer(peer, "it sent a frame of a group that it is not in");
   State& from = at(found->second);
   if (from.dropped) return;
-  from.joined = true;  // it sends what follows a join, which may have been overtaken on another connection
+  if (!std::exchange(from.joined, true)) check(found->second);  // a join may have been overtaken on another connection
   want_data(found->second, header);
   ++frames_received_;
   bytes_received_ += sizeof header + payload.size();
@@ -492,9 +543,29 @@ void Channel::lost(int peer, const std::string& why) {
   end(found->second, why);
 }
 
+void Channel::lost_elsewhere(int member, const std::string& why) {
+  if (const State& state = at(member); !state.joined) end(member, why);
+}
+
+// What a member is waited for to be connected with does not wait for ever.
+void Channel::tick() {
+  const auto until = std::chrono::steady_clock::now() - seconds(kDataCallS);
+  for (int member = 0; member < static_cast<int>(members_.size()); ++member) {
+    const State& state = at(member);
+    if (!state.waiting.empty() && state.since < until) end(member, "no connection to it could be made: " + state.problem);
+  }
+  events_->on_tick();
+}
+
+void Channel::drop_data() {
+  for (State& each : members_) each.waiting.clear();
+  connections_.transport().drop_data(number_, -1);
+}
+
 void Channel::drop(int member, const std::string& why) {
   State& from = at(member);
   from.dropped = true;
+  from.waiting.clear();
   connections_.transport().drop_data(number_, from.peer);
   if (std::exchange(from.gone, true)) return;
   check(member);
@@ -502,13 +573,17 @@ void Channel::drop(int member, const std::string& why) {
 }
 
 bool Channel::flush(double timeout_s) {
+  const auto until = std::chrono::steady_clock::now() + seconds(timeout_s);
   std::vector<int> peers;
-  on_network([&] {
+  const auto look = [&] {
     connections_.assert_here();
+    peers.clear();
     for (const State& each : members_) {
       if (each.joined && !each.gone) peers.push_back(each.peer);
     }
-  });
+    return std::ranges::any_of(members_, [](const State& each) { return !each.waiting.empty(); });
+  };
+  while (on_network(look) && std::chrono::steady_clock::now() < until) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   return connections_.transport().flush(peers, timeout_s);
 }
 

@@ -6,10 +6,13 @@
 //
 // A pair of processes has one set of connections, made when the first group needs it: of the two, the one with the
 // greater name calls. Each member of a group then joins on them: it sends the other its identity, and sends it nothing
-// else before it has heard of it. A member that leaves says so; the connections stay while any group is left.
+// else before it has heard of it. A member that leaves says so; the connections stay while any group is left. Members that
+// connect `later` do so with the first frame between them that is no notice; if it is the other that calls, it is asked to:
+// who knocks introduces itself and hangs up.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -129,6 +132,7 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
     Place place;
     int num_data = 0;   // connections for data
     int most_data = 0;  // once there is data: until they stand, it goes over the control connection
+    bool later = false;  // not connected before there is something for it
   };
 
   Channel(std::shared_ptr<Connections> connections, std::string name);
@@ -161,31 +165,38 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   void send(int member, FrameHeader header, Payload payload) override REQUIRES(network_thread);
   // Has no more to do with a member: what is queued for it points to memory that others' answers release.
   void drop(int member, const std::string& why) REQUIRES(network_thread);
-  void drop_data() REQUIRES(network_thread) { connections_.transport().drop_data(number_, -1); }
+  // Another member tells that this one is lost or has left. One that is connected tells it itself.
+  void lost_elsewhere(int member, const std::string& why) REQUIRES(network_thread);
+  void drop_data() REQUIRES(network_thread);
   void write_queued() REQUIRES(network_thread) { connections_.transport().write_queued(); }
 
   // For Connections, on the network thread.
   const std::string& group() const { return me_.group; }
   std::uint32_t number() const { return number_; }
   void connected(int peer) REQUIRES(network_thread);
+  void knocked(int peer) REQUIRES(network_thread);
   void admit(int peer, const Identity& who) REQUIRES(network_thread);
   std::shared_ptr<std::byte> place_for(int peer, const FrameHeader& header) REQUIRES(network_thread);
   void receive(int peer, const FrameHeader& header, Payload payload) REQUIRES(network_thread);
   void lost(int peer, const std::string& why) REQUIRES(network_thread);
   void left(int peer, const std::string& why) REQUIRES(network_thread);
-  void tick() REQUIRES(network_thread) { events_->on_tick(); }
+  void tick() REQUIRES(network_thread);
   void error(const std::string& what) REQUIRES(network_thread) { events_->on_error(what); }
 
  private:
   struct State {
     Place place;
     int num_data = 0, most_data = 0;
+    bool later = false;
     int peer = -1;
     bool wants_data = false;  // there is data for more than `num_data` connections
     bool asked = false;    // it has our join
     bool joined = false;   // it has the group open: we may send
     bool gone = false;     // it has left or is lost: nothing is sent to it
     bool dropped = false;  // by us: nothing of it is heard
+    std::vector<std::pair<FrameHeader, Payload>> waiting = {};  // until it is connected
+    std::chrono::steady_clock::time_point since = {};           // the first of them came
+    std::string problem = {};                                   // of the last attempt to connect
   };
 
   void start(const Identity& me, int self, const std::vector<Member>& members, ChannelEvents& events)
@@ -196,8 +207,12 @@ class Channel final : public Sender, public std::enable_shared_from_this<Channel
   void introduce(int member) REQUIRES(network_thread);
   void check(int member) REQUIRES(network_thread);
   void call(int member, bool for_data, double timeout_s, const std::atomic<bool>* stopped);
+  bool stands(const State& state) REQUIRES(network_thread);
+  void send_waiting(int member) REQUIRES(network_thread);
   void want_data(int member, const FrameHeader& header) REQUIRES(network_thread);
+  void call_soon(int member) REQUIRES(network_thread);
   void call_for_data() EXCLUDES(mutex_);
+  void call_failed(int member, const std::string& why) EXCLUDES(mutex_);
   void stop_calling() EXCLUDES(mutex_);
   void end(int member, const std::string& why) REQUIRES(network_thread);
   std::shared_ptr<Connections> owner();

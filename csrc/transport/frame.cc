@@ -38,7 +38,7 @@ std::string check_fields(const FrameHeader& header) {
     return "a frame announces " + std::to_string(header.payload_bytes) + " bytes; at most " +
            std::to_string(kMaxPayload) + " are allowed";
   }
-  const bool known = header.type <= FrameType::path_lost && is_below(header.kind, kNumKinds) &&
+  const bool known = header.type <= kLastFrameType && is_below(header.kind, kNumKinds) &&
                      is_below(header.element, kNumElements) && is_below(header.input, kNumElements) &&
                      is_below(header.combine, kNumCombines);
   return known ? "" : "a frame holds an unknown code";

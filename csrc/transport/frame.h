@@ -35,6 +35,7 @@ enum class FrameType : std::uint8_t {
   copy,         // from a helper that keeps weights: the sum of a chunk, for the rank that has a copy of them
   copied,       // its answer: the copy has taken the sum
   path_lost,    // interface number `chunk` of either side does not answer: no more on its connections; between transports only
+  rank_lost,    // a rank that is no neighbour of the receiver was lost, or has left; payload: why
 };
 
 // Codes of an operation: what it does (engine/types.h), the type of its elements, and how they are combined.
@@ -66,7 +67,7 @@ struct FrameHeader {
   std::int32_t root = -1;
   std::uint32_t group = 0;       // of the groups that share a connection
   std::uint32_t generation = 0;  // of the group's members
-  std::uint32_t server = 0;
+  std::uint32_t server = 0;  // of a notice: kToBePassedOn, or kPassedOn + the rank that it comes from
   std::uint64_t seq = 0;  // number of the operation
   std::uint64_t chunk = 0;
   std::uint64_t signature = 0;
@@ -82,6 +83,7 @@ struct FrameHeader {
 };
 static_assert(sizeof(FrameHeader) == 128);
 
+inline constexpr FrameType kLastFrameType = FrameType::rank_lost;
 inline constexpr std::uint32_t kFrameMagic = 0x334c4853;  // "SHL3"
 inline constexpr std::size_t kTaggedBytes = offsetof(FrameHeader, tag);
 inline constexpr std::size_t kMaxPayload = std::size_t{16} << 20;
@@ -133,6 +135,14 @@ class Payload {
 inline bool carries_data(FrameType type) {
   return type == FrameType::push || type == FrameType::result || type == FrameType::supply || type == FrameType::offer ||
          type == FrameType::part || type == FrameType::copy;
+}
+
+inline constexpr std::uint32_t kToBePassedOn = 1, kPassedOn = 2;
+
+// Returns whether all members are told the same: such a frame makes no connection.
+inline bool is_notice(FrameType type) {
+  return type == FrameType::heartbeat || type == FrameType::server_down || type == FrameType::announce ||
+         type == FrameType::mismatch || type == FrameType::fail || type == FrameType::goodbye || type == FrameType::rank_lost;
 }
 
 // Completes a header with checksums for tags.

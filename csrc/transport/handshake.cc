@@ -230,7 +230,7 @@ Bytes Caller::identity(const Bytes& challenge) {
   Bytes body;
   append_padded(body, me_.name, kMaxProcessName);
   put(body, static_cast<std::uint32_t>(me_.name.size()));
-  put(body, (me_.control ? 1u : 0u) | static_cast<std::uint32_t>(me_.protection) << 8);
+  put(body, (me_.control ? 1u : 0u) | (me_.knocks ? 2u : 0u) | static_cast<std::uint32_t>(me_.protection) << 8);
   append(body, mine_.keys.known);
   Bytes identity = transcript_.signed_by("caller", std::move(body), kMacBytes);
   keys_ = transcript_.keys_with(peer_);
@@ -269,6 +269,7 @@ Introduction Listener::introduction(const Bytes& identity) {
   Introduction intro;
   intro.name.assign(identity.begin(), identity.begin() + length);
   intro.control = wishes & 1;
+  intro.knocks = wishes & 2;
   intro.protection = static_cast<Protection>(wishes >> 8);
   intro.key = key_at(identity, kMaxProcessName + 8);
   keys_ = transcript_.keys_with(intro.key);

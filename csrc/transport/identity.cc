@@ -46,6 +46,13 @@ int Processes::number_of(const std::string& name) {
 }
 
 int Processes::introduce(const Introduction& who, std::string& why_not) {
+  if (who.knocks) {
+    const auto known = numbers_.find(who.name);
+    if (known == numbers_.end() || !processes_.at(known->second).is_called) return -1;
+    const PublicKey& key = processes_.at(known->second).key;
+    if (is_known(key) && key != who.key) why_not = "it takes the name of a process that has another public key";
+    return why_not.empty() ? known->second : -1;
+  }
   if (who.name.empty() || (processes_.size() >= kMaxProcesses && !numbers_.count(who.name))) {
     why_not = who.name.empty() ? "it has no name" : "too many processes are connected";
     return -1;

@@ -56,7 +56,8 @@ class Processes {
  public:
   // Returns the number of the process with this name; a process that is not known gets one.
   int number_of(const std::string& name);
-  // Returns the number of a process that opens a connection, or -1 with the reason why it may not.
+  // Returns the number of a process that opens a connection, or -1 with the reason why it may not. One that knocks is to be
+  // called by this one; if it is not, it may knock again.
   int introduce(const Introduction& who, std::string& why_not);
 
   Process* find(int peer) {  // null: its connections have ended

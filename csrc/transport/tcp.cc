@@ -166,6 +166,7 @@ void TcpTransport::call_peer(int peer, const Introduction& me, double timeout_s,
     known->set_value(destination_of(peer_at(peer), control));
   });
   const auto [fd, session] = call(known->get_future().get(), credentials_, introduction, timeout_s, kUnreachedS, stopped);
+  if (me.knocks) return static_cast<void>(close_socket(fd));
   post([this, fd = fd, session = session, peer, control = me.control] {
     assert_here();
     peer_at(peer).key = session.peer;  // of a helper: known from its first connection on

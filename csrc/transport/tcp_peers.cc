@@ -109,6 +109,7 @@ void TcpTransport::admit(int fd, Newcomer& newcomer, const Bytes& identity) {
   const Bytes welcome = newcomer.listener.welcome(peer >= 0);
   [[maybe_unused]] const ssize_t sent = ::send(fd, welcome.data(), welcome.size(), MSG_NOSIGNAL);
   if (peer < 0) throw std::runtime_error(why);
+  if (intro.knocks) return forget_newcomer(fd, "");
   const Session session = newcomer.listener.session();
   take_newcomer(fd);
   epoll_ctl(loops_.front()->epoll_fd, EPOLL_CTL_DEL, fd, nullptr);

@@ -22,6 +22,7 @@ namespace shoal {
 struct Introduction {
   std::string name;  // Place::name
   bool control = false;
+  bool knocks = false;  // it asks to be called, and hangs up
   std::string from = {};  // the address that it comes from
   PublicKey key = {};     // the process has proved that it has the private one
   Protection protection = Protection::checksum;  // of the frames of both directions
@@ -31,7 +32,8 @@ class Sink {
  public:
   virtual ~Sink() = default;
 
-  // Returns the peer of an inbound connection, or -1 to reject it with a reason.
+  // Returns the peer of an inbound connection, or -1 to reject it with a reason; without one, nobody is told. Where it
+  // knocks, the peer is not connected by it.
   virtual int on_introduction(const Introduction& who, std::string& why_not) = 0;
   // A further connection of the peer stands; its libfabric addresses count as one.
   virtual void on_connected(int peer) = 0;

@@ -295,6 +295,18 @@ TEST_OVER_EACH(engine_results_kept_back_survive_the_servers_close) {
   }
 }
 
+// Ranks 1 and 2 are rank 0's neighbours; rank 3 hears it from rank 2, of its own host.
+TEST_OVER_EACH(engine_a_loss_is_told_to_ranks_that_are_no_neighbours) {
+  Group group({"two hosts of two", {"a", "a", "b", "b"}});
+  group.engines[0].reset();
+  for (const int rank : {1, 2, 3}) {
+    Engine& engine = group.engine(rank);
+    await([&] { return !engine.error().empty() && !engine.lost_ranks().empty(); }, "the loss was told");
+    CHECK(engine.lost_ranks() == std::vector<int>{0});
+    CHECK(contains(engine.error(), "rank 0 (127.0.0.1, pid 1000) was lost: its engine was destroyed"));
+  }
+}
+
 TEST_OVER_EACH(engine_destroyed_with_operations_under_way) {
   for (const Placement& placement : placements()) {
     const std::size_t n = placement.hosts.size();

@@ -67,7 +67,7 @@ TEST(frame_sealed_nonsense_is_refused) {
     return check_header(header) != "";
   };
   CHECK(!refused([](FrameHeader&, Payload&) {}));
-  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(20); }));
+  CHECK(refused([](FrameHeader& h, Payload&) { h.type = static_cast<FrameType>(static_cast<int>(shoal::kLastFrameType) + 1); }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.kind = static_cast<shoal::Kind>(shoal::kNumKinds); }));
   CHECK(!refused([](FrameHeader& h, Payload&) { h.kind = shoal::Kind::apply; }));
   CHECK(refused([](FrameHeader& h, Payload&) { h.element = static_cast<shoal::Element>(shoal::kNumElements); }));

@@ -133,7 +133,7 @@ void read_frames(Input& in) {
       continue;
     }
     FrameHeader header = header_of(in, Kind::all_reduce, Element::float32, Element::float32);
-    header.type = static_cast<FrameType>(in.below(static_cast<std::size_t>(FrameType::path_lost) + 1));
+    header.type = static_cast<FrameType>(in.below(static_cast<std::size_t>(shoal::kLastFrameType) + 1));
     Payload payload = some_payload(pool, in, some_size(in));
     set_checksums(header, payload);
     if (in.below(8) == 0) {  // a lie, which its checksum covers or not
@@ -272,14 +272,14 @@ void shake_hands(Input& in) {
   static const Credentials mine{{'k', 'e', 'y'}, new_key_pair()}, theirs{{'k', 'e', 'y'}, new_key_pair()};
   const std::size_t step = in.below(5);
   const Bytes name = step == 4 ? in.bytes(in.byte()) : Bytes{};
-  const Introduction intro{{name.begin(), name.end()}, step == 4 && in.below(2) == 1};
+  const Introduction intro{{name.begin(), name.end()}, step == 4 && in.below(2) == 1, step == 4 && in.below(2) == 1};
   Caller caller(mine, intro, "here", {});
   Listener listener(theirs, "here");
   const Bytes hello = caller.hello();
   if (step == 4) {  // an identity that is made right, and its name as a member may choose it
     refused_or_read([&] {
       const Introduction read = listener.introduction(caller.identity(listener.challenge(hello)));
-      require(read.control == intro.control && read.name.size() <= kMaxProcessName, "an identity is what was introduced");
+      require(read.control == intro.control && read.knocks == intro.knocks && read.name.size() <= kMaxProcessName, "an identity is what was introduced");
     });
     return;
   }

@@ -20,7 +20,7 @@ using shoal::Introduction;
 
 const Bytes kSecret{'k', 'e', 'y'}, kOther{'k', 'e', 'z'};
 
-Introduction some_introduction() { return {"10.0.0.4:4100 pid 812", true, "", {}, shoal::Protection::tag}; }
+Introduction some_introduction() { return {"10.0.0.4:4100 pid 812", true, false, "", {}, shoal::Protection::tag}; }
 
 const char kPlace[] = "10.0.0.7:4000";
 
@@ -58,7 +58,7 @@ TEST(handshake_both_sides_understand_each_other_and_have_the_same_keys) {
   CHECK_EQ(identity.size(), shoal::kIdentityBytes);
   const Introduction read = listener.introduction(identity);
   CHECK_EQ(read.name, "10.0.0.4:4100 pid 812");
-  CHECK(read.control && read.key == mine.keys.known && read.protection == shoal::Protection::tag);
+  CHECK(read.control && !read.knocks && read.key == mine.keys.known && read.protection == shoal::Protection::tag);
   const Bytes welcome = listener.welcome(true);
   CHECK_EQ(welcome.size(), shoal::kWelcomeBytes);
   const shoal::Session here = caller.finish(welcome), there = listener.session();

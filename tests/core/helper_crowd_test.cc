@@ -23,7 +23,7 @@ using shoal::Bytes;
 // One process of the crowd, up to where it is let in.
 struct Guest {
   Guest(const shoal::Credentials& mine, int number, const std::string& place)
-      : caller(mine, {"127.0.0.1:9 pid " + std::to_string(number), true, "", {}, {}}, place, {}) {}
+      : caller(mine, {"127.0.0.1:9 pid " + std::to_string(number), true, false, "", {}, {}}, place, {}) {}
   ~Guest() { close(fd); }
 
   void connect(int port) {

@@ -96,7 +96,7 @@ struct Parts {
   KeptFrames frames;
   shoal::OpTable ops{"g"};
   shoal::Journal journal;
-  shoal::Mailbox mailbox{frames, members, ops};
+  shoal::Mailbox mailbox{frames, members, topology, ops};
   shoal::Router router{members, topology, true};
 };
 

@@ -84,4 +84,32 @@ TEST(liveness_fails_an_operation_at_its_deadline_and_names_who_is_missing) {
            "not begun it");
 }
 
+// Ranks 0 and 1 on a host, 2 and 3 on another one, seen from rank 3: rank 2 passes on what rank 0 says.
+struct Fourth : Parts {
+  explicit Fourth(double straggler_s) : Parts(of_four(), {3, {"a", "a", "b", "b"}, 0, {0, 1, 2, 3}}), straggler_s(straggler_s) {}
+
+  std::string why_it_waits() {
+    std::vector<float> x(8);
+    const auto op = all_reduce(x);
+    op->spec.timeout_s = 0.5;
+    op->begun -= std::chrono::milliseconds(600);
+    return CHECK_THROWS(GroupFailure, liveness.tick([](const shoal::Op&) {}));
+  }
+
+  static shoal::Members of_four() {
+    shoal::Members members{"g", 3, {}, {}};
+    for (int rank = 0; rank < 4; ++rank) members.peers.push_back({rank < 2 ? "a" : "b", "10.0.0.1", 1, rank, 100 + rank});
+    return members;
+  }
+
+  const double straggler_s;
+  Liveness liveness{members, topology, router, ops, mailbox, journal, straggler_s};
+};
+
+TEST(liveness_blames_no_rank_for_the_silence_of_the_one_that_passes_on_its_heartbeats) {
+  const std::string silent = Fourth(0).why_it_waits(), heard = Fourth(1000).why_it_waits();
+  CHECK(contains(silent, "rank 1 (") && contains(silent, "rank 2 (") && !contains(silent, "rank 0 ("));
+  CHECK(contains(heard, "rank 0 (10.0.0.1, pid 100) has not begun it"));
+}
+
 }  // namespace members_liveness_test
