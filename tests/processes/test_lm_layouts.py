@@ -151,6 +151,18 @@ def test_shards_recompute_activations(
     )  # of 3 micro-batches: the last norm, and those of 2 layers twice
 
 
+def test_stages_recompute_activations(
+    data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
+) -> None:
+    config = lm(
+        "gpt2", data, models, tmp_path / "run",
+        parallel={"pipeline": 2, "virtual_stages": 2, "schedule": "interleaved"},
+        model={"dropout": None, "activation_checkpointing": True},
+    )  # fmt: skip
+    assert jobs.run(config, 2) == [EXIT_OK] * 2
+    assert_same_run(tmp_path / "run", whole["gpt2"])
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -269,10 +281,6 @@ def test_stages_start_with_the_weights_of_a_directory(
     ("changes", "message"),
     [
         ({"parallel": {"micro_batches": 2}}, "micro_batches needs a pipeline"),
-        (
-            {"parallel": {"pipeline": 2}, "model": {"activation_checkpointing": True}},
-            "activation_checkpointing does not go with parallel.pipeline",
-        ),
         ({"parallel": {"tensor": 2}, "distributed": {"wire": "int8"}}, "wire int8: .* parallel.tensor saves"),
         (
             {"parallel": {"shard": True}, "train": {"shard_optimizer": True}},

@@ -224,7 +224,7 @@ class StagesConfig:
         """Check that the other settings allow a model in stages or shards, if it has them.
 
         Args:
-            config: has the sections ``distributed``, ``servers``, ``optim``, ``train`` and ``model``.
+            config: has the sections ``distributed``, ``servers``, ``optim`` and ``train``.
 
         Raises:
             UsageError: one does not.
@@ -245,11 +245,6 @@ class StagesConfig:
                 raise UsageError(
                     f"{setting} {value} does not go with a model in stages or shards: leave it out"
                 )
-        if self.pipeline > 1 and config.model.activation_checkpointing:
-            raise UsageError(
-                "model.activation_checkpointing does not go with parallel.pipeline: stages are made of an "
-                "exported graph, which keeps its activations; leave it out, or take more micro-batches"
-            )
 
     def check_steps(self, option: str) -> None:
         """Check that no servers update the weights if a worker holds less than the whole model.

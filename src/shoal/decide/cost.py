@@ -46,6 +46,8 @@ class ModelCost:
     """Entry i: bytes of one micro-batch that cross a cut after unit i; a value that is needed later is
     counted at every cut that it crosses. One less than units."""
     source: Literal["measured", "roofline"] = "measured"
+    recomputed_bytes: int = 0
+    """Most bytes that the backward pass of one layer computes again and holds, besides what units keep."""
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -67,7 +69,12 @@ class ModelCost:
             )
             for unit in self.units
         )
-        return replace(self, units=units, relay_bytes=tuple(round(n * factor) for n in self.relay_bytes))
+        return replace(
+            self,
+            units=units,
+            relay_bytes=tuple(round(n * factor) for n in self.relay_bytes),
+            recomputed_bytes=round(self.recomputed_bytes * factor),
+        )
 
     def keeping(self, activations: Activations, num_samples: int) -> ModelCost:
         """Return the cost with activations that were counted for the whole model in the precision of the run.
@@ -85,7 +92,7 @@ class ModelCost:
             fixed = round(activations.fixed_bytes * parameter_bytes([unit]) / held)
             grown = round(num_samples * activations.sample_bytes * unit.saved_bytes / saved)
             units.append(replace(unit, saved_bytes=fixed + grown, fixed_bytes=fixed))
-        return replace(self, units=tuple(units))
+        return replace(self, units=tuple(units), recomputed_bytes=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,7 +109,9 @@ def partition(
     kept_bytes = _ranges(unit.saved_bytes for unit in cost.units) + np.array(relayed, dtype=float)
     state = (1.0 if memory is None else memory.state_bytes(1.0)) * parameter_ranges(cost)
     whole = float(state[0, -1] + kept[0] * kept_bytes[0, -1]) or 1.0
-    room = np.inf if memory is None or not limited else memory.limit_bytes - memory.reserved_bytes
+    room = np.inf
+    if memory is not None and limited:
+        room = memory.limit_bytes - memory.reserved_bytes - cost.recomputed_bytes
 
     @cache  # most stages keep as many as some other one
     def share(number: int) -> Matrix:
@@ -185,7 +187,7 @@ def minimax(tables: Iterable[Matrix]) -> tuple[float, tuple[int, ...]]:
 def rank_bytes(
     cost: ModelCost, cuts: Sequence[int], schedule: Schedule, memory: Memory | None = None
 ) -> tuple[int, ...]:
-    """Return the memory of each rank: state, reserve, and the peak that its schedule keeps.
+    """Return the memory of each rank: state, reserve, the peak that its schedule keeps, a recomputed layer.
 
     A parameter that several stages of one rank use counts once. Without ``memory`` the parameters count
     alone.
@@ -204,7 +206,7 @@ def rank_bytes(
         state = float(parameter_bytes(own))
         if memory is not None:
             state = memory.state_bytes(state) + memory.reserved_bytes
-        needed.append(int(np.ceil(state)) + kept[rank])
+        needed.append(int(np.ceil(state)) + kept[rank] + cost.recomputed_bytes)
     return tuple(needed)
 
 

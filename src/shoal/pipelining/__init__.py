@@ -15,6 +15,7 @@ A step, part by part:
     fits. The first rank decides, and ``pipeline_plan`` sends its decision to the others.
 3.  ``split`` makes the stages. A value that is needed later is relayed hop by hop; masks and positions are
     recomputed where they are needed; a weight that several stages use is one parameter in all of them.
+    Layers for which the model has activation checkpointing on keep it (``recompute``).
 4.  ``device_placement`` moves this rank's stages to its device, sharded over the replicas if asked for, and
     ``state_dict`` holds their parameters under the names of the unsplit model.
 5.  ``Pipeline.step`` divides the batch into micro-batches and weights their losses (``loss``), and

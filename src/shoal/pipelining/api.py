@@ -107,7 +107,8 @@ def pipeline(
     rank's part is ever allocated. ``docs/pipeline.md`` has the limits and measurements.
 
     Args:
-        model: returns a scalar loss: itself, as ``.loss``, as key ``loss`` or first in a tuple.
+        model: returns a scalar loss: itself, as ``.loss``, as key ``loss`` or first in a tuple. Layers for
+            which transformers' activation checkpointing is on keep it in their stages.
         example_inputs: one replica's batch, name -> tensor ``[rows, ...]``. All later batches must have these
             names, shapes and dtypes.
         mesh: ranks of the pipeline, one dimension. Default: all workers.

@@ -113,6 +113,14 @@ class Dataflow:
     def is_written(self, node: fx.Node) -> bool:
         return any(storage in self._writers for storage in _storages(node))
 
+    def changes(self, node: fx.Node, position: int) -> bool:
+        """Return whether a value is changed in place at or behind a position, or is of a changing buffer."""
+        return any(
+            storage in self._kept or self.position.get(writer, -1) >= position
+            for storage in _storages(node)
+            for writer in self._writers.get(storage, ())
+        )
+
     def _touches_written(self, node: fx.Node) -> bool:
         """Return whether a value depends on something that is written in place and so cannot be rebuilt."""
         return any(self.is_written(n) for n in (node, *node.all_input_nodes) if n not in self.glue)

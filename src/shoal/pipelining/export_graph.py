@@ -32,6 +32,9 @@ _TORCH_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).p
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _REASON_LENGTH = 200
 
+CHECKPOINTS = "gradient_checkpointing"
+"""The attribute of transformers' modules that are computed again in the backward pass."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExportedGraph:
@@ -85,7 +88,10 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
                 "set what does not change in the model itself"
             )
     try:
-        with in_mode(model, training), _own_parts(model), _without_caches(model), _without_stack_traces():
+        with (
+            in_mode(model, training), _own_parts(model), _without_caches(model), _without_checkpoints(model),
+            _without_stack_traces(),
+        ):  # fmt: skip
             program = torch.export.export(model, (), dict(inputs), strict=False)
     except Exception as error:
         raise UsageError(_refusal(model, error)) from error
@@ -148,6 +154,19 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
     finally:
         for each in caching:
             each.use_cache = True
+
+
+@contextmanager
+def _without_checkpoints(model: nn.Module) -> Iterator[None]:
+    """Switch off transformers' activation checkpointing, which :mod:`shoal.pipelining.recompute` has."""
+    modules = [each for each in model.modules() if getattr(each, CHECKPOINTS, False) is True]
+    for each in modules:
+        setattr(each, CHECKPOINTS, False)
+    try:
+        yield
+    finally:
+        for each in modules:
+            setattr(each, CHECKPOINTS, True)
 
 
 @contextmanager

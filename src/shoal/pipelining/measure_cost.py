@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from shoal.decide.cost import ModelCost, Unit
 from shoal.errors import UsageError
+from shoal.pipelining.assemble import container_of
 from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.random_streams import streams
-from shoal.pipelining.split import container_of, split
+from shoal.pipelining.recompute import kept_bytes, with_recomputation
+from shoal.pipelining.split import split
 from shoal.pipelining.stage import StageModule, own_part, replace_tensors, retarget
 from shoal.pipelining.unit_runner import UnitModule, run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
@@ -46,7 +48,7 @@ def measure_cost(
         )
     units, inputs = units_of(exported), stand_in or exported.inputs
     weights, constants = all_weights(exported.model), nn.Module()
-    modules = unit_modules(units, weights, constants)
+    modules = unit_modules(units.flow, units.ranges, weights, constants)
     (whole,) = split(exported, [], units=units)
     device = exported.device
     if stand_in is not None:
@@ -66,7 +68,8 @@ def measure_cost(
             _run_whole(whole, inputs, whole_timings)
     if stand_in is not None:  # the graphs, which are cycles, outlive this call and would keep them
         replace_tensors(nn.ModuleList([weights, constants, whole]), _to_meta)
-    forward, backward = (_scaled(timings.best[f], whole_timings.best[f][0]) for f in (True, False))
+    of_units = timings.best | {False: with_recomputation(units, timings.best[True], timings.best[False])}
+    forward, backward = (_scaled(of_units[f], whole_timings.best[f][0]) for f in (True, False))
     return cost_of(units, forward, backward, saved, "measured")
 
 
@@ -124,8 +127,13 @@ def saved_bytes(modules: list[UnitModule], inputs: Mapping[str, Tensor], units: 
 def cost_of(
     units: Units, forward: list[float], backward: list[float], saved: list[int], source: Any
 ) -> ModelCost:
-    """Combine the figures of all units into one cost."""
-    figures = zip(units.names, forward, backward, units.parameters, saved, strict=True)
+    """Combine the figures of all units into one cost.
+
+    Args:
+        saved: bytes that units keep if nothing is computed again.
+    """
+    kept, recomputed = kept_bytes(units, saved)
+    figures = zip(units.names, forward, backward, units.parameters, kept, strict=True)
     return ModelCost(
         units=tuple(
             Unit(name=name, forward_s=f, backward_s=b, parameters=parameters, saved_bytes=num_bytes)
@@ -133,6 +141,7 @@ def cost_of(
         ),
         relay_bytes=units.relay_bytes,
         source=source,
+        recomputed_bytes=recomputed,
     )
 
 

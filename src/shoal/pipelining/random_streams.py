@@ -62,7 +62,8 @@ _current: ContextVar[_Streams | None] = ContextVar("shoal_streams", default=None
 def streams(seed: int, step: int, samples: range) -> Iterator[None]:
     """Set the streams of a step and micro-batch, from which stages that run inside draw.
 
-    The generators are restored on leaving. Backward passes draw nothing and may run outside. Without this
+    The generators are restored on leaving. Backward passes may run outside: what they compute again draws in
+    :func:`recomputation`. Without this
     context a stage draws from the default generator as any model does.
 
     Args:
@@ -76,6 +77,22 @@ def streams(seed: int, step: int, samples: range) -> Iterator[None]:
         _current.reset(token)
         for generator, state in current.states:
             generator.set_state(state)
+
+
+def are_set() -> bool:
+    """Return whether :func:`streams` are around."""
+    return _current.get() is not None
+
+
+def recomputation() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a checkpointed forward pass and of its repetition in the backward pass.
+
+    For the argument ``context_fn`` of ``torch.utils.checkpoint.checkpoint``: both draw the same numbers.
+    """
+    current = _current.get()
+    if current is None:
+        return nullcontext(), nullcontext()
+    return nullcontext(), streams(current.run_seed, current.step, current.samples)
 
 
 def draw(operation: Any, key: int, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from shoal.decide.cost import ModelCost
 from shoal.errors import UsageError
 from shoal.pipelining.export_graph import ExportedGraph
 from shoal.pipelining.measure_cost import all_weights, cost_of, saved_bytes
+from shoal.pipelining.recompute import with_recomputation
 from shoal.pipelining.stage import replace_tensors, retarget
 from shoal.pipelining.unit_runner import run_units, unit_modules
 from shoal.pipelining.units import Units, units_of
@@ -52,7 +53,7 @@ def estimate_cost(exported: ExportedGraph, rates: DeviceRates, *, units: Units |
         raise UsageError("an estimate needs a model exported for training")
     units = units or units_of(exported)
     weights, constants = all_weights(exported.model), nn.Module()
-    modules = unit_modules(units, weights, constants)
+    modules = unit_modules(units.flow, units.ranges, weights, constants)
     replace_tensors(
         nn.ModuleList([weights, constants]), lambda tensor: torch.empty_like(tensor, device="meta")
     )
@@ -63,7 +64,8 @@ def estimate_cost(exported: ExportedGraph, rates: DeviceRates, *, units: Units |
     clock = _Clock(rates, len(modules))
     run_units(modules, inputs, units.flow.gradient, clock.watch)
     saved = saved_bytes(modules, inputs, units)
-    return cost_of(units, clock.seconds[True], clock.seconds[False], saved, "roofline")
+    forward, backward = clock.seconds[True], clock.seconds[False]
+    return cost_of(units, forward, with_recomputation(units, forward, backward), saved, "roofline")
 
 
 class _Clock(TorchDispatchMode):  # type: ignore[no-untyped-call]

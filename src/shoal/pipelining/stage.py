@@ -123,7 +123,7 @@ class StageModule(nn.Module):
         """Retarget the graphs, which create masks and positions, to a device; a stage may have no weights."""
         if device != self._device:
             for body in self._bodies.values():
-                if isinstance(body.run, fx.GraphModule):
+                if isinstance(body.run, nn.Module):
                     retarget(body.run, self._device, device)
             self._device = device
 
@@ -197,7 +197,7 @@ def _to_send(value: Tensor, spec: TensorSpec, received: list[Tensor]) -> Tensor:
     return value
 
 
-def retarget(module: fx.GraphModule, old: torch.device, new: torch.device) -> None:
+def retarget(module: nn.Module, old: torch.device, new: torch.device) -> None:
     """Replace a device in the arguments of all operations, nested graphs included."""
 
     def exchange(value: Any) -> Any:

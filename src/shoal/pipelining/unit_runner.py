@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
+from shoal.pipelining.assemble import assemble
 from shoal.pipelining.dataflow import Dataflow
-from shoal.pipelining.split import assemble
-from shoal.pipelining.units import Units
 
 Watch = Callable[[int, bool], AbstractContextManager[object]]
 """Returns the context to enter around a unit's pass: (unit, whether forward)."""
@@ -31,23 +30,34 @@ class UnitModule:
     results: tuple[fx.Node, ...]
 
 
-def unit_modules(units: Units, weights: nn.Module, constants: nn.Module) -> list[UnitModule]:
-    """Return the units as modules on these weights; constants that they need are added to ``constants``."""
-    flow = units.flow
-    known: set[fx.Node] = set()
+def unit_modules(
+    flow: Dataflow,
+    ranges: Sequence[tuple[int, int]],
+    weights: nn.Module,
+    constants: nn.Module,
+    *,
+    relayed: Sequence[fx.Node] = (),
+) -> list[UnitModule]:
+    """Return ranges of body positions as modules on these weights.
+
+    Args:
+        constants: to which those that they need are added.
+        relayed: values from before the first range.
+    """
+    known: set[fx.Node] = set(relayed)
     modules = []
-    for begin, end in units.ranges:
+    for begin, end in ranges:
         needed = flow.needed(flow.body[begin:end], known)
         new = [
             node for node in flow.nodes if node in needed and node not in known and node.op == "call_function"
         ]
         own = set(new)
-        relayed = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
+        received = tuple({source: None for node in new for source in node.all_input_nodes if source in known})
         results = tuple(node for node in new if _is_result(node, own, flow))
         module, input_names = assemble(
-            flow, begin, end, relayed=relayed, results=results, weights=weights, constants=constants
+            flow, begin, end, relayed=received, results=results, weights=weights, constants=constants
         )
-        modules.append(UnitModule(module=module, input_names=input_names, relayed=relayed, results=results))
+        modules.append(UnitModule(module=module, input_names=input_names, relayed=received, results=results))
         known |= set(results)
     return modules
 

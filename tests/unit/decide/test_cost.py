@@ -1,5 +1,7 @@
 """The cost of stages: sums over units, a parameter once a stage, and cuts that do not divide refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from shoal.decide.cost import Link, ModelCost, Unit, parameter_bytes, stage_costs
@@ -37,6 +39,7 @@ def test_larger_micro_batches_cost_in_proportion_and_parameters_stay():
     (stage,) = stage_costs(scaled, [])
     assert (stage.forward_s, stage.backward_s, stage.saved_bytes) == (25.0, 42.5, 450)
     assert scaled.relay_bytes == (20, 40, 80)
+    assert replace(COST, recomputed_bytes=8).scaled(2.5).recomputed_bytes == 20
     assert stage.parameter_bytes == 194
 
 

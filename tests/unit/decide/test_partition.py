@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -129,6 +130,8 @@ def test_a_rank_counts_a_parameter_of_several_of_its_stages_once():
     loop = make_schedule("bfs", num_ranks=2, num_virtual=2, num_micro_batches=3)
     assert rank_bytes(cost, (1, 2, 3), loop, memory) == (7 + 3 * 1020 + 3 * 204, 7 + 3 * 1011 + 3 * 202)
     assert rank_bytes(cost, (1, 2, 3), loop) == (1020 + 612, 1011 + 606)
+    recomputing = replace(cost, recomputed_bytes=50)
+    assert rank_bytes(recomputing, (1, 2, 3), loop) == (1020 + 612 + 50, 1011 + 606 + 50)
 
 
 def test_sharded_state_keeps_whole_parameters_and_gradients_beside_the_shard():
@@ -207,6 +210,8 @@ def test_a_limit_that_nothing_meets_says_what_is_missing():
         partition(cost, 2, memory=Memory(limit_bytes=12 * 10**9))
     assert partition(cost, 2, memory=Memory(limit_bytes=16 * 10**9)) == (2,)
     assert partition(cost, 2, memory=Memory(limit_bytes=12 * 10**9), limited=False) == (2,)
+    with pytest.raises(DoesNotFit, match="the best need 1 GB more"):
+        partition(replace(cost, recomputed_bytes=10**9), 2, memory=Memory(limit_bytes=16 * 10**9))
 
 
 def test_bytes_in_words():
