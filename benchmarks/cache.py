@@ -34,7 +34,14 @@ DATA_BYTES, QUICK_DATA_BYTES = 1_000_000_000, 100_000_000
 IMAGE_BYTES = 100_000
 STORE_PORT = 9000
 DEADLINE_S = 2_400.0
-SPEC: dict[str, Any] = {"cache": "", "peers": False, "epochs": 2, "local": "", "killed": None}
+SPEC: dict[str, Any] = {
+    "backend": "gloo",
+    "cache": "",
+    "peers": False,
+    "epochs": 2,
+    "local": "",
+    "killed": None,
+}
 
 
 def prepare(folder: Path, num_bytes: int) -> int:

@@ -30,7 +30,7 @@ def read(spec: Mapping[str, Any]) -> None:
     """Read the epochs, and write the result to a file of this rank."""
     joined = worker_env()
     assert joined is not None
-    with join_world(joined, DistributedConfig(backend="gloo", device="cpu")) as world:
+    with join_world(joined, DistributedConfig(backend=spec["backend"], device="cpu")) as world:
         cache = None
         if spec["cache"]:
             own = Path(spec["cache"]) / os.uname().nodename

@@ -22,7 +22,7 @@ from shoal import native
 from shoal.env.launcher import worker_env
 from shoal.env.machine import compiler_problem, cpu_quota, num_cores, num_scheduled
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
-from shoal.formatting import size
+from shoal.formatting import parse_bytes, size
 from shoal.json_text import json_document
 
 OLDEST_PYTHON = (3, 11)
@@ -100,8 +100,6 @@ def doctor(
         bug_report.check(bundle, run)
     topics = examine()
     if cache is not None:
-        from shoal.train.config import parse_bytes
-
         topics["Training"].append(cache_check(cache, parse_bytes(cache_bytes, "cache_bytes")))
     text = report(topics)
     print(json_document(_as_json(topics)) if json else text)

@@ -1,12 +1,17 @@
-"""Formats numbers, units and names for readers. Standard library only."""
+"""Formats numbers, units and names for readers, and reads sizes. Standard library only."""
 
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
+from shoal.errors import UsageError
+
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+"""Bytes of a unit."""
 _SHORT = {"sequences": "seq"}
 
 _REFERENCES = {
@@ -89,6 +94,22 @@ def size(num_bytes: float) -> str:
             return f"{number(num_bytes, 3)} {unit}"
         num_bytes /= 1024
     return f"{number(num_bytes, 3)} TiB"
+
+
+def parse_bytes(text: str, name: str = "parallel.memory") -> int:
+    """Return the number of bytes of a text such as ``40GB`` or ``16GiB``.
+
+    Args:
+        text: a number with a unit.
+        name: the setting, for the error.
+
+    Raises:
+        UsageError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if match is None or match[2].upper() not in _SIZES:
+        raise UsageError(f"{name} {text!r} must be a number with a unit, such as 40GB or 16GiB")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def milliseconds(seconds: float) -> str:

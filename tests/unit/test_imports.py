@@ -36,7 +36,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "atomic_io": frozenset({"errors"}),
     "record": frozenset({"errors", "json_text"}),
     "env": frozenset({"errors"}),
-    "formatting": frozenset(),
+    "formatting": frozenset({"errors"}),
     "decide": NOUNS,
     "_core": frozenset(),
     "native": NOUNS | {"_core"},

@@ -30,6 +30,7 @@ from shoal.env.launcher import worker_env
 from shoal.env.settings import MEMORY, worker_memory
 from shoal.env.worker import WorkerEnv
 from shoal.errors import EXIT_OK, UsageError
+from shoal.formatting import parse_bytes
 from shoal.launch.host_rendezvous import HostGroup
 from shoal.planner.hardware import Machines, peak_flops_per_s
 from shoal.recipes import RECIPES, script
@@ -37,7 +38,6 @@ from shoal.recipes.memory import MemoryCount, memory_by_batch, memory_of, usable
 from shoal.recipes.start import Launch, start
 from shoal.recipes.workloads import flops_per_sample, model_to_finetune, with_new_model, workload_name
 from shoal.record import Start, Step, read_record
-from shoal.train.config import parse_bytes
 
 bench_train = App(
     name="train",

@@ -23,9 +23,10 @@ from shoal.decide.largest import MOST, largest_that_fits
 from shoal.env.machine import num_gpus
 from shoal.env.settings import MEMORY, worker_memory
 from shoal.errors import ShoalError, UsageError
+from shoal.formatting import parse_bytes
 from shoal.json_text import parse_json
 from shoal.recipes.start import Launch
-from shoal.train.config import as_tree, load_toml, parse_bytes, to_toml
+from shoal.train.config import as_tree, load_toml, to_toml
 from shoal.train.run_dir import CONFIG_FILE
 
 if TYPE_CHECKING:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import resource
 import signal
+import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from shoal import native
@@ -20,8 +22,10 @@ from shoal.comm.engine import fabric_providers, threads_for
 from shoal.env import settings
 from shoal.env.machine import num_cores
 from shoal.env.secret import MAKE_SECRET, job_secret
-from shoal.env.settings import SECRET_FILE
+from shoal.env.settings import SECRET, SECRET_FILE
+from shoal.env.variables import variables_of
 from shoal.errors import EXIT_OK, WARNING_SIGNALS, ShoalError, UsageError, ending, print_any_character
+from shoal.formatting import parse_bytes
 
 DEFAULT_PORT = 7070
 _WAIT_S = 0.1
@@ -38,6 +42,8 @@ def serve(
     metrics: str | None = None,
     weights_mib: int = 0,
     sums_mib: int = 0,
+    cache: Path | None = None,
+    cache_bytes: str = "",
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; return the exit code. SIGUSR1, SIGUSR2 and SIGHUP change nothing.
 
@@ -55,6 +61,9 @@ def serve(
             (``shoal.train.servers.update``); 0: half of the host's memory.
         sums_mib: Maximum MiB of sums that wait for other workers, at least 16 for each process; 0: half of
             the host's memory.
+        cache: Folder, such as /dev/shm/shards, in which this host keeps shards of the jobs' data too, for
+            runs with --data.cache-peers on; they are given to the workers at the port after --port.
+        cache_bytes: Maximum size of that folder, such as 64GB.
 
     Raises:
         UsageError: there is no secret, or the transport, the place of the metrics or a number is malformed.
@@ -66,6 +75,10 @@ def serve(
             "a server admits only peers that know the job's secret: make one with "
             f"{MAKE_SECRET} and set SHOAL_SECRET_FILE=job.secret, here and on the workers"
         )
+    if (cache is None) != (not cache_bytes):
+        raise UsageError("--cache and --cache-bytes belong together: name both, or neither")
+    if cache is not None:
+        parse_bytes(cache_bytes, "--cache-bytes")
     if weights_mib < 0:
         raise UsageError(f"--weights-mib is {weights_mib}; it is at least 0")
     if sums_mib < _LEAST_SUMS_MIB and sums_mib != 0:
@@ -98,6 +111,8 @@ def serve(
 
             pages = stack.enter_context(MetricsServer(metrics, server.counters))
         server.start()
+        if cache is not None:
+            stack.enter_context(_shard_server(address, server.port + 1, cache, cache_bytes, secret_file))
         print(f"shoal serve: listening on {address}:{server.port}", flush=True)
         if pages is not None:
             print(f"shoal serve: metrics at {pages.url}", flush=True)
@@ -111,6 +126,28 @@ def serve(
         print(f"shoal serve: stopped; {_report(server.counters())}", flush=True)
     server.stop()
     return EXIT_OK
+
+
+@contextmanager
+def _shard_server(
+    address: str, port: int, cache: Path, cache_bytes: str, secret_file: Path | None
+) -> Iterator[None]:
+    """Keep shards for the workers of jobs, in a process of its own."""
+    command = [sys.executable, "-m", "shoal.data.shard_server", "--address", address, "--port", str(port)]
+    command += ["--cache", str(cache), "--cache-bytes", cache_bytes]
+    environ = dict(variables_of(None))
+    if secret_file is not None:
+        environ.pop(SECRET, None)
+        environ[SECRET_FILE] = str(secret_file)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise ShoalError(f"shoal serve: the server of shards did not start (exit code {process.wait()})")
+        print(f"shoal serve: keeps {cache_bytes} of shards in {cache}, port {port}", flush=True)
+        yield  # it ends with its input
 
 
 def _report(counters: dict[str, int]) -> str:
@@ -140,6 +177,8 @@ def main(argv: list[str] | None = None) -> int:
         help="MiB of sums that wait for other workers at most, 16 or more for each process; 0: half of the "
         "host's memory",
     )  # fmt: skip
+    option("--cache", type=Path, help="folder in which this host keeps shards of the jobs' data too")
+    option("--cache-bytes", default="", help="maximum size of that folder, such as 64GB")
     arguments = parser.parse_args(argv)
     print_any_character()
     try:

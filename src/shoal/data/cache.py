@@ -208,10 +208,14 @@ class ShardCache:
         if data is None and name not in self._declined:
             data = self._mapped(file, parts)
         if data is not None and self.config.evict:
-            now = time.time_ns()
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(self._folder / name, ns=(now, now))
+            self.touch(file)
         return data
+
+    def touch(self, file: ShardFile) -> None:
+        """Mark the copy of a file as used now, if there is one: those used long ago make room."""
+        now = time.time_ns()
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self._folder / file.copy_name, ns=(now, now))
 
     def last_use_ns(self, name: str) -> int | None:
         """Return when a copy was used last (with ``evict``), or made; ``None`` if there is none."""

@@ -8,6 +8,9 @@ A peer is believed nothing. Both ends of a connection prove that they know the j
 (:mod:`shoal.env.proof`), every length is checked, every wait has a limit, and the cache compares each shard
 with the manifest's SHA-256 before it is used. A peer that fails is named, counted and left alone for a while.
 
+A helper host may have such a server too (``shoal serve --cache-bytes``), at the port after that of its sums.
+The first worker of a job tells it which data to keep.
+
 After the proof a connection carries requests: the copy's name, the offset of the first byte and their number.
 The answer is ``ok`` and ``ready`` or ``filling``, or ``no`` and the reason. Then come frames, each with its
 length before it, as an unsigned 32-bit number: bytes of the shard, or a length of 0 while the server waits
@@ -16,25 +19,29 @@ for the storage, ``DONE``, or ``FAILED`` with a message. ``DONE`` comes when the
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import struct
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shoal.data.manifest import ShardFile
 from shoal.decide.shard_owners import ranked_owners
 from shoal.env import proof
 from shoal.env.secret import job_secret
+from shoal.env.settings import HelperAddress
 
 PROTOCOL = b"shoal-shards-1"
 FRAME = struct.Struct("!I")
 WAITING, DONE, FAILED = 0, 0xFFFFFFFE, 0xFFFFFFFF
 MAX_FRAME = 8 << 20
+MAX_SETTINGS = 1 << 20
 MAX_REASON = 256
 _NUM_OWNERS = 2
 """Hosts that are asked for a shard: its owner, and the one that takes its place."""
@@ -45,6 +52,8 @@ _FILLING_S, _LEAST_FILLING_RATE = 60.0, 64 << 10
 """Time for a shard that is being filled, and the rate at which its bytes get more: storage may be slow."""
 _READY_S = 5.0
 """Time for a shard that a peer has, besides that of its bytes at the least rate."""
+_HELPER_S, _KEEP_S = 5.0, 60.0
+"""Times for the answer of a helper: with its size, and once it has read the manifest of the data."""
 _MOST_HOLD_S = 600.0
 """Time for a copy of this host's own server, whose requests to the storage have a deadline of their own."""
 
@@ -149,22 +158,9 @@ class PeerReader:
             )
 
     def _received(self, peer: Peer, file: ShardFile, start: int, size: int) -> Iterator[memoryview]:
-        stall_s = self.peers.stall_s
-        try:
-            with socket.create_connection((peer.address, peer.port), timeout=stall_s) as connection:
-                proof.prove(connection, PROTOCOL, job_secret(), time.monotonic() + stall_s)
-                proof.send(connection, [b"get", file.copy_name.encode(), b"%d" % start, b"%d" % size])
-                answer = proof.receive(connection, 2 * MAX_REASON, time.monotonic() + stall_s)
-                if len(answer) != 2 or answer[0] != b"ok":
-                    raise PeerError("refused", _shown(answer[-1]))
-                yield from self._frames(connection, size, is_ready=answer[1] == b"ready")
-        except proof.NotProved as stranger:
-            reason = {"program": "another program", "given": "one has no secret", "secret": "another secret"}
-            raise PeerError("is not of this job", reason[stranger.problem]) from None
-        except TimeoutError:
-            raise PeerError("does not answer", f"nothing came for {stall_s:g} s") from None
-        except OSError as error:
-            raise PeerError("does not answer", error.strerror or str(error)) from None
+        asked = [b"get", file.copy_name.encode(), b"%d" % start, b"%d" % size]
+        with _answered(peer.address, peer.port, asked, self.peers.stall_s) as (connection, answer):
+            yield from self._frames(connection, size, is_ready=answer == b"ready")
 
     def _frames(self, connection: socket.socket, size: int, *, is_ready: bool) -> Iterator[memoryview]:
         """Yield the bytes of frames, which have ``size`` together."""
@@ -203,6 +199,58 @@ class PeerReader:
                 raise ConnectionError("the connection was closed")
             at += count
         return buffer
+
+
+def room_of(helper: HelperAddress) -> Peer | None:
+    """Return the server of shards of a helper host; ``None`` if it has none.
+
+    Raises:
+        PeerError: it does not answer, or is not of this job.
+    """
+    address, port = helper.address, helper.port + 1
+    try:
+        with _answered(address, port, [b"room"], _HELPER_S) as (_, answer):
+            return Peer(name=f"helper-{address}-{port}", address=address, port=port, num_bytes=int(answer))
+    except PeerError as error:
+        if isinstance(error.__cause__, ConnectionRefusedError):  # nobody listens there
+            return None
+        raise
+
+
+def keep(helper: Peer, settings: Mapping[str, Any]) -> None:
+    """Let a helper keep its part of the data that the settings name.
+
+    Raises:
+        PeerError: it cannot read them, or fails.
+    """
+    with _answered(helper.address, helper.port, [b"keep", json.dumps(settings).encode()], _KEEP_S):
+        pass
+
+
+@contextlib.contextmanager
+def _answered(
+    address: str, port: int, request: list[bytes], stall_s: float
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """Send a request, and yield the connection and what follows ``ok`` in the answer.
+
+    Raises:
+        PeerError: the server refuses or fails, then or while the connection is used.
+    """
+    try:
+        with socket.create_connection((address, port), timeout=stall_s) as connection:
+            proof.prove(connection, PROTOCOL, job_secret(), time.monotonic() + stall_s)
+            proof.send(connection, request)
+            answer = proof.receive(connection, 2 * MAX_REASON, time.monotonic() + stall_s)
+            if len(answer) != 2 or answer[0] != b"ok":
+                raise PeerError("refused", _shown(answer[-1]))
+            yield connection, answer[1]
+    except proof.NotProved as stranger:
+        reason = {"program": "another program", "given": "one has no secret", "secret": "another secret"}
+        raise PeerError("is not of this job", reason[stranger.problem]) from None
+    except TimeoutError:
+        raise PeerError("does not answer", f"nothing came for {stall_s:g} s") from None
+    except OSError as error:
+        raise PeerError("does not answer", error.strerror or str(error)) from error
 
 
 def _shown(message: bytes) -> str:

@@ -3,7 +3,8 @@
     python -m shoal.data.shard_server --address 10.0.0.9
 
 It prints the port at which it listens, reads one line of JSON with its settings from standard input, and
-serves until its input ends, with the process that started it.
+serves until its input ends, with the process that started it. With ``--cache`` and ``--cache-bytes`` it is
+that of a helper host, which serves at once, and learns from the workers of its jobs what to keep.
 
 A copy is made once, however many hosts ask for it at a time: they get its bytes while it is being filled. The
 kernel sends the bytes from the file. Only files of the manifest are served, to processes that know the job's
@@ -20,18 +21,31 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from shoal.data.cache import CacheConfig, Parts, ShardCache
+from shoal.data.cache import CacheConfig, Kept, Parts, ShardCache
 from shoal.data.images.manifest import TAR, ImageManifest
 from shoal.data.manifest import Manifest, PreparedManifest, ShardFile, ShardInfo
-from shoal.data.peers import DONE, FAILED, FRAME, MAX_FRAME, MAX_REASON, PROTOCOL, WAITING, Peer, Peers
-from shoal.data.storage import open_storage
+from shoal.data.peers import (
+    DONE,
+    FAILED,
+    FRAME,
+    MAX_FRAME,
+    MAX_REASON,
+    MAX_SETTINGS,
+    PROTOCOL,
+    WAITING,
+    Peer,
+    Peers,
+)
+from shoal.data.storage import Storage, open_storage
 from shoal.env import proof
 from shoal.env.secret import job_secret
 from shoal.errors import ShoalError
+from shoal.formatting import parse_bytes
 from shoal.json_text import parse_json
 
 _FILLS_AT_ONCE = 4
@@ -41,7 +55,6 @@ _BEAT_S = 0.5
 _IDLE_S = 60.0
 _SEND_S = 30.0
 """Time for a client to take what was sent, before it is given up."""
-_MAX_REQUEST = 1 << 10
 _KINDS: Mapping[str, tuple[type[PreparedManifest[Any]], tuple[str, ...]]] = {
     "images": (ImageManifest, (TAR,)),
     "text": (Manifest, ShardInfo.SUFFIXES),
@@ -65,32 +78,42 @@ class _Fill:
             self.changed.notify_all()
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A file that may be asked for."""
+
+    cache: ShardCache
+    file: ShardFile
+    parts: Parts
+
+
 class ShardServer:
-    """Serves the copies of a cache, and makes them.
+    """Serves the copies of caches, and makes them.
 
     Args:
-        cache: of this host; workers use the same folder.
-        files: those that may be asked for.
-        parts: starts reading a file from the storage.
         listener: the socket at which it listens; this takes it over.
         secret: of the job.
     """
 
-    def __init__(
-        self,
-        cache: ShardCache,
-        files: Iterable[ShardFile],
-        parts: Callable[[ShardFile], Parts],
-        listener: socket.socket,
-        secret: bytes | None,
-    ) -> None:
-        self._cache, self._parts = cache, parts
-        self._files = {file.copy_name.encode(): file for file in files}
+    _max_request = 1 << 10
+
+    def __init__(self, listener: socket.socket, secret: bytes | None) -> None:
+        self._files: dict[bytes, _Kept] = {}
         self._fills: dict[str, _Fill] = {}
         self._lock = threading.Lock()
         self._places = threading.Semaphore(_FILLS_AT_ONCE)
         self._listener = proof.ProvedListener(listener, PROTOCOL, secret, self._serve)
         self.port = self._listener.port
+
+    def add(self, cache: ShardCache, files: Iterable[ShardFile], parts: Callable[[ShardFile], Parts]) -> None:
+        """Serve files.
+
+        Args:
+            cache: of this host; workers use the same folder.
+            files: those that may be asked for.
+            parts: starts reading a file from the storage.
+        """
+        self._files |= {file.copy_name.encode(): _Kept(cache, file, parts(file)) for file in files}
 
     def start(self) -> None:
         """Answer requests, in threads."""
@@ -102,36 +125,43 @@ class ShardServer:
 
     def _serve(self, connection: socket.socket) -> None:
         while not self._listener.is_closed:
-            request = proof.receive(connection, _MAX_REQUEST, time.monotonic() + _IDLE_S)
+            request = proof.receive(connection, self._max_request, time.monotonic() + _IDLE_S)
             connection.settimeout(_SEND_S)
-            file = self._files.get(request[1]) if len(request) == 4 and request[0] == b"get" else None
-            if file is None:
+            if len(request) != 4 or request[0] != b"get":
+                proof.send(connection, self._answer_other(request))
+                continue
+            kept = self._files.get(request[1])
+            if kept is None:
                 proof.send(connection, [b"no", b"no such shard is in the manifest"])
                 continue
             start, size = int(request[2]), int(request[3])  # a ValueError ends the connection
-            if min(start, size) < 0 or start + size > file.num_bytes:
+            if min(start, size) < 0 or start + size > kept.file.num_bytes:
                 proof.send(connection, [b"no", b"the shard ends before"])
                 continue
-            self._answer(connection, file, start, size)
+            self._answer(connection, kept, start, size)
 
-    def _answer(self, connection: socket.socket, file: ShardFile, start: int, size: int) -> None:
-        copy = self._cache.find(file)
+    def _answer_other(self, request: list[bytes]) -> list[bytes]:
+        """Return the answer to a request for no shard."""
+        return [b"no", b"no such shard is in the manifest"]
+
+    def _answer(self, connection: socket.socket, kept: _Kept, start: int, size: int) -> None:
+        copy = kept.cache.find(kept.file)
         if copy is not None:
             with copy:
                 proof.send(connection, [b"ok", b"ready"])
                 _send_range(connection, copy, start, size)
             connection.sendall(FRAME.pack(DONE))
             return
-        fill = self._fill(file)
+        fill = self._fill(kept)
         proof.send(connection, [b"ok", b"filling"])
-        problem = self._pass_on(connection, fill, file, start, size)
+        problem = self._pass_on(connection, fill, kept, start, size)
         if problem:
             connection.sendall(FRAME.pack(FAILED))
             proof.send(connection, [problem.encode()[: MAX_REASON // 2]])
         else:
             connection.sendall(FRAME.pack(DONE))
 
-    def _pass_on(self, connection: socket.socket, fill: _Fill, file: ShardFile, start: int, size: int) -> str:
+    def _pass_on(self, connection: socket.socket, fill: _Fill, kept: _Kept, start: int, size: int) -> str:
         """Send the bytes of a copy as they come, and wait for its end; return the problem, if any."""
         copy: BinaryIO | None = None
         sent = 0
@@ -146,7 +176,7 @@ class ShardServer:
                     return problem
                 if copy is None and (is_over or count > 0):
                     # without a partial one, it was published since
-                    copy = self._cache.find_partial(file) or self._cache.find(file)
+                    copy = kept.cache.find_partial(kept.file) or kept.cache.find(kept.file)
                 if is_over and copy is None:
                     return "the copy was removed"
                 if copy is not None and count > 0:
@@ -160,25 +190,25 @@ class ShardServer:
             if copy is not None:
                 copy.close()
 
-    def _fill(self, file: ShardFile) -> _Fill:
+    def _fill(self, kept: _Kept) -> _Fill:
         """Return the copy that is being made, and begin if nobody has."""
         with self._lock:
-            fill = self._fills.get(file.copy_name)
+            fill = self._fills.get(kept.file.copy_name)
             if fill is None:
-                fill = self._fills[file.copy_name] = _Fill()
-                threading.Thread(target=self._make, args=(fill, file), daemon=True).start()
+                fill = self._fills[kept.file.copy_name] = _Fill()
+                threading.Thread(target=self._make, args=(fill, kept), daemon=True).start()
         return fill
 
-    def _make(self, fill: _Fill, file: ShardFile) -> None:
+    def _make(self, fill: _Fill, kept: _Kept) -> None:
         def parts() -> Iterator[bytes | memoryview]:
-            for part in self._parts(file)():
+            for part in kept.parts():
                 yield part
                 fill.update(len(part))  # the cache has written it
 
         problem = "an unexpected error"
         try:
             with self._places:
-                copy = self._cache.get(file, parts)
+                copy = kept.cache.get(kept.file, parts)
             problem = "its cache has no room" if copy is None else ""
             if copy is not None:
                 copy.close()
@@ -186,7 +216,7 @@ class ShardServer:
             problem = str(error)
         finally:
             with self._lock:
-                del self._fills[file.copy_name]
+                del self._fills[kept.file.copy_name]
             fill.update(is_over=True, problem=problem)
 
 
@@ -199,33 +229,107 @@ def _send_range(connection: socket.socket, copy: BinaryIO, start: int, size: int
             raise ConnectionError("the copy ended early")
 
 
+class HelperShardServer(ShardServer):
+    """Serves shards of any data that the job's workers name, on a helper host.
+
+    Of each data set it keeps what it owns, as far as it fits; copies of earlier ones make room.
+
+    Args:
+        directory: of the cache.
+        num_bytes: of the cache.
+        listener: as for :class:`ShardServer`.
+        secret: as for :class:`ShardServer`.
+    """
+
+    _max_request = MAX_SETTINGS
+
+    def __init__(
+        self, directory: Path, num_bytes: int, listener: socket.socket, secret: bytes | None
+    ) -> None:
+        super().__init__(listener, secret)
+        self._config = CacheConfig(directory=directory, num_bytes=num_bytes, evict=True)
+        ShardCache(self._config)  # the folder can be used
+
+    def _answer_other(self, request: list[bytes]) -> list[bytes]:
+        if request == [b"room"]:
+            return [b"ok", b"%d" % self._config.num_bytes]
+        if len(request) != 2 or request[0] != b"keep":
+            return super()._answer_other(request)
+        try:
+            self._keep(parse_json(request[1], "the settings of a job's data"))
+        except ShoalError as error:
+            return [b"no", str(error).encode()[:MAX_REASON]]
+        except (KeyError, TypeError):
+            return [b"no", b"its settings are malformed: is it the same version of shoal?"]
+        return [b"ok", b""]
+
+    def _keep(self, settings: Mapping[str, Any]) -> None:
+        storage, files = _opened(settings)
+        own, left = [], self._config.num_bytes
+        for file in _peers_of(settings).own_files(files):
+            if file.num_bytes <= left:
+                own.append(file)
+                left -= file.num_bytes
+        cache = ShardCache(self._config, Kept("own", tuple(own)))
+        for file in own:
+            cache.touch(file)
+        self.add(cache, files, lambda file: partial(storage.parts, file))
+
+
+def _opened(settings: Mapping[str, Any]) -> tuple[Storage, list[ShardFile]]:
+    """Return the storage of the data that settings name, and the files that are kept.
+
+    Raises:
+        ShoalError: the data cannot be read.
+    """
+    kind, suffixes = _KINDS[settings["kind"]]
+    storage = open_storage(settings["location"])
+    return storage, storage.manifest(kind).files(*suffixes)
+
+
+def _peers_of(settings: Mapping[str, Any]) -> Peers:
+    return Peers(hosts=tuple(Peer(**peer) for peer in settings["hosts"]), own=settings["own"])
+
+
 def open_server(settings: Mapping[str, Any], listener: socket.socket) -> ShardServer:
     """Return a server of the data at a location, by the settings of its line of JSON.
 
     Raises:
         ShoalError: the data cannot be read, or the cache's folder cannot be used.
     """
-    kind, suffixes = _KINDS[settings["kind"]]
-    storage = open_storage(settings["location"])
-    manifest = storage.manifest(kind)
-    files = manifest.files(*suffixes)
-    peers = Peers(hosts=tuple(Peer(**peer) for peer in settings["hosts"]), own=settings["own"])
+    storage, files = _opened(settings)
     config = CacheConfig(
         directory=Path(settings["directory"]),
         num_bytes=settings["num_bytes"],
         evict=settings["evict"],
         counts=Path(settings["counts"]),
     )
-    cache = ShardCache(config, replace(config, peers=peers).kept(files))
-    return ShardServer(cache, files, lambda file: lambda: storage.parts(file), listener, job_secret())
+    server = ShardServer(listener, job_secret())
+    cache = ShardCache(config, replace(config, peers=_peers_of(settings)).kept(files))
+    server.add(cache, files, lambda file: partial(storage.parts, file))
+    return server
 
 
 def main() -> None:
     """Run the command line of ``python -m shoal.data.shard_server``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--address", required=True, help="address of the interface to listen on")
-    listener = socket.create_server((parser.parse_args().address, 0), backlog=1024)
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
+    parser.add_argument("--cache", type=Path, help="folder of a helper host's cache")
+    parser.add_argument("--cache-bytes", default="", help="maximum size of that cache, such as 64GB")
+    options = parser.parse_args()
+    try:
+        family = socket.AF_INET6 if ":" in options.address else socket.AF_INET
+        listener = socket.create_server((options.address, options.port), family=family, backlog=1024)
+        if options.cache is not None:
+            num_bytes = parse_bytes(options.cache_bytes, "--cache-bytes")
+            HelperShardServer(options.cache, num_bytes, listener, job_secret()).start()
+    except (OSError, ShoalError) as error:
+        sys.exit(f"the server of shards at {options.address}:{options.port}: {error}")
     print(listener.getsockname()[1], flush=True)
+    if options.cache is not None:
+        sys.stdin.buffer.read()
+        os._exit(0)
     line = sys.stdin.buffer.readline()
     if not line:
         return  # the worker has ended

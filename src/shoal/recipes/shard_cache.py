@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shoal.errors import UsageError
-from shoal.train.config import parse_bytes
+from shoal.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from shoal.data.cache import CacheConfig

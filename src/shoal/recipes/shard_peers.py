@@ -1,7 +1,7 @@
 """Starts a server of shards on each host of a job, and tells all workers where they are.
 
 1. The first worker of each host starts :mod:`shoal.data.shard_server`, which ends with it.
-2. The workers exchange addresses and sizes of the caches.
+2. The workers exchange addresses and sizes of the caches. The first one asks the helper hosts for theirs.
 3. The servers learn which hosts there are, and with that which shards their own one keeps.
 
 It works under any launcher, since only workers and their control group take part.
@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from shoal.comm.rendezvous import local_address
 from shoal.data.cache import CacheConfig
-from shoal.data.peers import Peer, Peers
+from shoal.data.peers import Peer, PeerError, Peers, keep, room_of
 from shoal.env import settings
 from shoal.env.machine import boot_identity, host_identity
 from shoal.env.secret import MAKE_SECRET, job_secret
@@ -47,7 +47,7 @@ def join_peers(
 
     Raises:
         UsageError: the job has no secret, or wants encryption, which the servers do not have.
-        ShoalError: a server did not start, or a worker was lost.
+        ShoalError: a server did not start, a helper's one does not answer, or a worker was lost.
     """
     if world.num_hosts == 1:
         return cache
@@ -59,8 +59,9 @@ def join_peers(
         Peer(name=name, **{field: entry[field] for field in ("address", "port", "num_bytes")})
         for name, entry in zip(names, gathered, strict=True)
     )
+    helpers = tuple(Peer(**helper) for helper in gathered[0]["helpers"])
     here = next(index for index, entry in enumerate(gathered) if entry["host"] == host_identity())
-    peers = Peers(hosts=hosts, own=names[here])
+    peers = Peers(hosts=(*hosts, *helpers), own=names[here])
     folders = [entry["folder"] for entry in gathered]
     if len(set(folders)) < len(folders):  # emulated hosts
         cache = replace(cache, directory=cache.directory / names[here])
@@ -68,6 +69,8 @@ def join_peers(
     def open_own() -> None:
         if own is not None:
             own.open(cache, peers, kind, location)
+        for helper in helpers if world.rank == 0 else ():
+            _let_keep(helper, _data_settings(replace(peers, own=helper.name), kind, location))
 
     run_on_all(world.control, open_own)
     return replace(cache, peers=peers)
@@ -86,14 +89,11 @@ class _Server:
     def open(self, cache: CacheConfig, peers: Peers, kind: str, location: Path | str) -> None:
         """Give the server its settings, and wait until it serves."""
         values = {
-            "kind": kind,
-            "location": str(location),
+            **_data_settings(peers, kind, location),
             "directory": str(cache.directory),
             "num_bytes": cache.num_bytes,
             "evict": cache.evict,
             "counts": str(cache.counts),
-            "hosts": [asdict(peer) for peer in peers.hosts],
-            "own": peers.own,
         }
         answer = {"problem": "it has ended"}
         try:
@@ -120,6 +120,37 @@ class _Server:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
+
+
+def _data_settings(peers: Peers, kind: str, location: Path | str) -> dict[str, Any]:
+    """Return the settings by which a server finds the data and its part of them."""
+    hosts = [asdict(peer) for peer in peers.hosts]
+    return {"kind": kind, "location": str(location), "hosts": hosts, "own": peers.own}
+
+
+def _helpers() -> list[Peer]:
+    """Return the helper hosts that keep shards."""
+    found = []
+    for helper in settings.helpers():
+        try:
+            found.append(room_of(helper))
+        except PeerError as error:
+            raise _unusable(helper.address, helper.port + 1, error) from None
+    return [helper for helper in found if helper is not None]
+
+
+def _let_keep(helper: Peer, data: dict[str, Any]) -> None:
+    try:
+        keep(helper, data)
+    except PeerError as error:
+        raise _unusable(helper.address, helper.port, error) from None
+
+
+def _unusable(address: str, port: int, error: PeerError) -> ShoalError:
+    return ShoalError(
+        f"the server of shards of the helper host {address}, at port {port}, {error.problem} "
+        f"({error.reason}); start shoal serve there with the job's secret, or without --cache"
+    )
 
 
 def _own_server(world: World, cache: CacheConfig) -> dict[str, Any] | None:
@@ -157,6 +188,7 @@ def _own_server(world: World, cache: CacheConfig) -> dict[str, Any] | None:
         "address": address,
         "port": server.port,
         "num_bytes": cache.num_bytes,
+        "helpers": [asdict(helper) for helper in _helpers()] if world.rank == 0 else [],
     }
 
 

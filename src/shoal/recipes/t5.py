@@ -22,6 +22,7 @@ from shoal.decide.batch import BatchPlan, ScheduleName, known_size
 from shoal.env.launcher import worker_env
 from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError, require_positive
+from shoal.formatting import parse_bytes
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import InverseSquareRoot, learning_rate, set_learning_rate
 from shoal.recipes import DryRun, Sample, Use, run_script, token_ids
@@ -42,7 +43,6 @@ from shoal.train.config import (
     TrainConfig,
     check_combination,
     load_toml,
-    parse_bytes,
     settings_lines,
 )
 from shoal.train.optim_config import TextOptimizerConfig, check_served

@@ -7,7 +7,6 @@ Defaults are here, presets in the TOML files of a recipe. Command-line options a
 
 import json
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -23,11 +22,9 @@ from shoal.decide.bounded_waiting import WaitingRule
 from shoal.decide.members import read_counts
 from shoal.env.machine import num_gpus
 from shoal.errors import UsageError, require_positive
+from shoal.formatting import parse_bytes
 
 T = TypeVar("T")
-
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-"""Bytes of a unit."""
 
 REQUIRED = Group("Required", sort_key=0)
 """Options without which a recipe does not start; the first group of ``--help``."""
@@ -490,22 +487,6 @@ class ParallelConfig(StagesConfig):
     @property
     def is_searched(self) -> bool:
         return self.layout == "auto"
-
-
-def parse_bytes(text: str, name: str = "parallel.memory") -> int:
-    """Return the number of bytes of a text such as ``40GB`` or ``16GiB``.
-
-    Args:
-        text: a number with a unit.
-        name: the setting, for the error.
-
-    Raises:
-        UsageError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
-    if match is None or match[2].upper() not in _UNITS:
-        raise UsageError(f"{name} {text!r} must be a number with a unit, such as 40GB or 16GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def refuses_fp16(

@@ -22,11 +22,12 @@ from shoal.data import peers
 from shoal.data.cache import OWN_FOLDER, CacheConfig, ShardCache, total_counts
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.shards import ImageShards
-from shoal.data.peers import DONE, FRAME, PROTOCOL, Peer, PeerError, PeerReader, Peers
+from shoal.data.peers import DONE, FRAME, PROTOCOL, Peer, PeerError, PeerReader, Peers, keep, room_of
 from shoal.data.shard_server import ShardServer
 from shoal.data.storage import LocalStorage
 from shoal.data.text.shards import TextShards
 from shoal.env import proof
+from shoal.env.settings import HelperAddress
 from shoal.errors import ShoalError
 from synthetic_images import random_images, write_images
 from synthetic_text import prepare, random_documents
@@ -396,7 +397,8 @@ def test_a_copy_that_is_published_while_it_is_passed_on(store, tmp_path):
 
     cache = LateCache(CacheConfig(directory=tmp_path / "late", num_bytes=1 << 20))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = ShardServer(cache, [file], lambda file: parts, listener, SECRET_BYTES)
+    server = ShardServer(listener, SECRET_BYTES)
+    server.add(cache, [file], lambda file: parts)
     server.start()
     peer = Peer(name="a", address="127.0.0.1", port=server.port, num_bytes=1)
     reader = PeerReader(Peers(hosts=(peer,), own="b", stall_s=PATIENT))
@@ -472,6 +474,102 @@ def test_a_cache_without_room(store, job, capfd):
     assert all_bytes(shards) == IMAGES
     assert job.copies("a") == job.copies("b") == []
     assert "a shard of" in capfd.readouterr().err
+
+
+class Helper:
+    """A server of shards on a helper host, which learns from workers what to keep."""
+
+    def __init__(self, job, num_bytes, name="helper"):
+        command = [sys.executable, "-m", "shoal.data.shard_server", "--address", "127.0.0.1"]
+        command += ["--cache", str(job.folder / name), "--cache-bytes", str(num_bytes)]
+        self.process = job.program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.address = HelperAddress(address="127.0.0.1", port=int(self.process.stdout.readline()) - 1)
+        self.peer = room_of(self.address)
+        job.processes[self.peer.name] = self.process  # it ends with the job's servers
+        job.hosts = (*job.hosts, self.peer)
+
+    def keep(self, job):
+        hosts = [vars(peer) for peer in job.hosts]
+        keep(self.peer, {"kind": job.kind, "location": job.location, "hosts": hosts, "own": self.peer.name})
+
+
+@pytest.fixture
+def helped(store, job):
+    """Two hosts with room for all shards, and a helper that has most of the room."""
+    job.start("ab")
+    helper = Helper(job, 1 << 30)
+    assert helper.peer.num_bytes == 1 << 30
+    helper.keep(job)
+    return helper
+
+
+def test_a_helper_host_keeps_its_part(helped, store, job):
+    opened = [job.shards(own) for own in "ab"]
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(all_bytes, opened)) == [IMAGES] * 2
+    owned = owned_by(job, opened[0], helped.peer.name)
+    kept = {path.name[:11] for path in (job.folder / "helper" / OWN_FOLDER).glob("*.tar")}
+    assert kept == owned and len(owned) > NUM_SHARDS // 2
+    assert tars(store) == sizes(store.folder)
+    assert not opened[0].cache_problems
+
+
+def test_a_helper_host_that_ends_is_replaced_by_the_storage(helped, job):
+    shards = job.shards("a")
+    helped.process.kill()
+    helped.process.wait(60)
+    assert all_bytes(shards) == IMAGES
+    assert {kind for _, kind in shards.cache_problems} == {"does not answer"}
+
+
+def test_a_helper_keeps_what_fits_and_drops_earlier_data(store, job, tmp_path):
+    tar_bytes = max(sizes(store.folder).values())
+    job.start("")
+    helper = Helper(job, 3 * tar_bytes)
+    folder = job.folder / "helper" / OWN_FOLDER
+
+    def copied():
+        reader = PeerReader(Peers(hosts=job.hosts, own="", stall_s=PATIENT))
+        shards = ImageShards(job.location, "train")
+        for info in shards.shards:
+            with contextlib.suppress(PeerError):
+                reader.hold(helper.peer, info.file("tar"))
+        assert sum(path.stat().st_size for path in folder.glob("*.tar")) <= 3 * tar_bytes
+        return {path.name for path in folder.glob("*.tar")}
+
+    helper.keep(job)
+    first = copied()
+    assert len(first) == 3
+    assert copied() == first  # no shard was exchanged for another
+    write_images(tmp_path / "other", random_images(20, seed=9), num_shards=2)
+    job.location = str(tmp_path / "other")
+    helper.keep(job)
+    second = copied()
+    assert len(second - first) == 2
+    with pytest.raises(PeerError, match="no such shard"):
+        reader = PeerReader(Peers(hosts=job.hosts, own="", stall_s=PATIENT))
+        write_images(tmp_path / "unknown", random_images(4, seed=5), num_shards=1)
+        reader.hold(helper.peer, ImageShards(tmp_path / "unknown", "train").shards[0].file("tar"))
+
+
+def test_a_helper_refuses_what_it_cannot_read(store, job, monkeypatch):
+    job.start("")
+    helper = Helper(job, 1 << 20)
+    job.location = "s3://bucket/absent/elsewhere"
+    (store.folder / "manifest.json").unlink()
+    with pytest.raises(PeerError, match=r"manifest\.json does not exist"):
+        helper.keep(job)
+    with pytest.raises(PeerError, match="malformed"):
+        keep(helper.peer, {"kind": "images"})
+    monkeypatch.setenv("SHOAL_SECRET", "another secret than the helper's")
+    with pytest.raises(PeerError, match="is not of this job"):
+        room_of(helper.address)
+
+
+def test_a_helper_without_a_cache_is_no_owner(job):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    assert room_of(HelperAddress(address="127.0.0.1", port=port - 1)) is None
 
 
 def full_disk(process):

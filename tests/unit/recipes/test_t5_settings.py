@@ -11,6 +11,7 @@ import pytest
 
 from shoal.decide.batch import BatchPlan
 from shoal.errors import UsageError
+from shoal.formatting import parse_bytes
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.memory import MemoryCount, activations_of
@@ -30,7 +31,6 @@ from shoal.train.config import (
     RunConfig,
     ServersConfig,
     TrainConfig,
-    parse_bytes,
 )
 from synthetic_text import prepare, random_documents
 
