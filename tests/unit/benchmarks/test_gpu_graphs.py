@@ -151,11 +151,11 @@ def test_the_backbone_of_mask_rcnn_is_one_graph_for_each_size_of_batches() -> No
     assert len(canvases) == 4
     with compiled_graphs(backbone, dynamic=False) as graphs:
         for _ in range(2):
-            for height, width in canvases:
+            for height, width in canvases[::2]:  # two suffice: each graph takes 2 s
                 assert len(backbone(torch.randn(1, 3, height, width))) == 5
         with torch.compiler.set_stance("force_eager"):
             backbone.eval()(torch.randn(1, 3, 32, 32))
-    assert len(graphs) == len(canvases)
+    assert len(graphs) == 2
 
 
 def packed_mix(number: int, random: torch.Generator) -> dict[str, Any]:
@@ -229,7 +229,11 @@ decoder.
 """
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name",
+    # those have the layers of BERT, which are all that is compiled
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("squad", "classify") else name for name in MIXES],
+)
 def test_fifty_mixes_of_lengths_compile_nothing_after_five_steps(name: str) -> None:
     make, batch, dynamic, num_graphs = MIXES[name]
     model, random = make(), torch.Generator().manual_seed(3)
