@@ -201,6 +201,16 @@ def beside_plan(run: RecordedRun, figure: str, measured: float | None, text: Cal
     return f"{text(planned)}; measured {text(measured)}, {abs(percent):.1f} % {side}"
 
 
+def planned_memory(run: RecordedRun) -> str:
+    """Return the planned memory of a device's tensors; on CPUs only the memory of the process is measured."""
+    if not run.start.device.startswith("CPU"):
+        return beside_plan(run, "memory_bytes", run.peak_memory_bytes, formatting.size)
+    planned = beside_plan(run, "memory_bytes", None, formatting.size)
+    if planned == _MISSING or not run.peak_memory_bytes:
+        return planned
+    return f"{planned} of tensors; measured {formatting.size(run.peak_memory_bytes)} of the whole process"
+
+
 def planned_seconds(run: RecordedRun) -> str:
     """Return the planned time of the whole run; beside it the measured time, once all its steps are done."""
     planned = run.start.planned.get("num_steps")
@@ -231,10 +241,7 @@ _PLANNED: list[tuple[str, Callable[[RecordedRun], str]]] = [
             run, "samples_per_s", mean_rate(run), lambda rate: formatting.rate(rate, run.start.unit)
         ),
     ),
-    (
-        "planned memory",
-        lambda run: beside_plan(run, "memory_bytes", run.peak_memory_bytes, formatting.size),
-    ),
+    ("planned memory", planned_memory),
     ("planned time", planned_seconds),
     ("planned cost", planned_cost),
 ]

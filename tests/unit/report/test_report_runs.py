@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import report_records as records
+import torch
 
 from shoal.errors import ShoalError, UsageError
 from shoal.record import PARTS, End, Evaluation, Members, Resume, Row, Step, Stop, read_planned, target_row
 from shoal.report import runs, tables, timeline
 from shoal.report.page import render
 from shoal.report.runs import RecordedRun, load_runs
+from shoal.train.reporting import device_name
 
 
 def load(folder: Path, rows: list[Row]) -> RecordedRun:
@@ -252,7 +254,7 @@ def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
     file.write_text(json.dumps({"best": best}))
     planned = read_planned(file)
     assert (planned["step_s"], planned["num_steps"], planned["dollars_per_h"]) == (3.0, 8, 10.0)
-    begun = replace(records.start(), planned=planned, total_steps=8)
+    begun = replace(records.start(), planned=planned, total_steps=8, device=device_name(torch.device("cpu")))
     run = load(
         tmp_path / "run", [begun, *steps(1, 2, step_s=1.5, samples_per_s=32.0, peak_memory_bytes=2 << 30)]
     )
@@ -260,7 +262,9 @@ def test_a_plan_beside_what_was_measured(tmp_path: Path) -> None:
     assert lines["plan for"] == "2xmine"
     assert lines["planned step"] == "3,000 ms; measured 1,500 ms, 50.0 % less"
     assert lines["planned throughput"].endswith("50.0 % less")
-    assert lines["planned memory"] == "1 GiB; measured 2 GiB, 100.0 % more"
+    assert lines["planned memory"] == "1 GiB of tensors; measured 2 GiB of the whole process"
+    of_gpu = [replace(begun, device="Tesla V100"), *steps(1, 2, peak_memory_bytes=2 << 30)]
+    assert tables.planned_memory(load(tmp_path / "gpu", of_gpu)) == "1 GiB; measured 2 GiB, 100.0 % more"
     assert lines["planned time"] == "1 h 00 min" and lines["planned cost"].startswith("10.00 dollars; 0.0")
     longer = load(tmp_path / "longer", [replace(begun, total_steps=9), *steps(1, 9)])
     of_longer = {line.name: line.cells[0] for line in tables.facts([longer])}
