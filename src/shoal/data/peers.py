@@ -52,6 +52,7 @@ _FILLING_S, _LEAST_FILLING_RATE = 60.0, 64 << 10
 """Time for a shard that is being filled, and the rate at which its bytes get more: storage may be slow."""
 _READY_S = 5.0
 """Time for a shard that a peer has, besides that of its bytes at the least rate."""
+_MOST_DIGITS = 18
 _HELPER_S, _KEEP_S = 5.0, 60.0
 """Times for the answer of a helper: with its size, and once it has read the manifest of the data."""
 _MOST_HOLD_S = 600.0
@@ -210,6 +211,8 @@ def room_of(helper: HelperAddress) -> Peer | None:
     address, port = helper.address, helper.port + 1
     try:
         with _answered(address, port, [b"room"], _HELPER_S) as (_, answer):
+            if not answer.isdigit() or len(answer) > _MOST_DIGITS:
+                raise PeerError("sent wrong bytes", f"{_shown(answer)} is not the size of its cache")
             return Peer(name=f"helper-{address}-{port}", address=address, port=port, num_bytes=int(answer))
     except PeerError as error:
         if isinstance(error.__cause__, ConnectionRefusedError):  # nobody listens there

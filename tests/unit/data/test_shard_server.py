@@ -330,6 +330,20 @@ def test_a_peer_without_the_secret(secret, store, job):
     fake.listener.close()
 
 
+@pytest.mark.parametrize("size", [b"-1", b"many", b"9" * 19])
+def test_a_helper_that_lies_about_its_size(size, job):
+    listener = proof.ProvedListener(
+        socket.create_server(("127.0.0.1", 0)),
+        PROTOCOL,
+        SECRET_BYTES,
+        lambda link: proof.send(link, [b"ok", size]),
+    )
+    listener.start()
+    with pytest.raises(PeerError, match=r"sent wrong bytes: .* is not the size of its cache"):
+        peers.room_of(HelperAddress(address="127.0.0.1", port=listener.port - 1))
+    listener.close()
+
+
 def test_a_client_without_the_secret_gets_nothing(store, job, monkeypatch):
     job.start("ab")
     file = job.shards("a").shards[0].file("tar")
