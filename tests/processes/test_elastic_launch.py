@@ -162,7 +162,7 @@ def launched(folder: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("order", ["die-1-keep", "die-0-steps"])
+@pytest.mark.parametrize("order", ["die-1-keep", pytest.param("die-0-steps", marks=pytest.mark.slow)])
 def test_a_worker_is_lost_before_the_first_step(order: str, folder: Path, expected: dict[int, float]) -> None:
     (folder / order).touch()
     code, text = launched(folder)
@@ -172,6 +172,7 @@ def test_a_worker_is_lost_before_the_first_step(order: str, folder: Path, expect
     assert changes(config_of(folder)) == []
 
 
+@pytest.mark.slow
 def test_ec2_takes_the_host_of_all_workers(folder: Path, expected: dict[int, float]) -> None:
     (folder / "hold").touch()
 
@@ -198,7 +199,7 @@ def test_ec2_takes_the_host_of_all_workers(folder: Path, expected: dict[int, flo
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
 )
-@pytest.mark.parametrize("by", ["notice", "power"])
+@pytest.mark.parametrize("by", [pytest.param("notice", marks=pytest.mark.slow), "power"])
 def test_a_host_leaves_and_comes_back(by: str, folder: Path, expected: dict[int, float]) -> None:
     (folder / "hold").touch()
     (folder / "await").touch()

@@ -24,7 +24,7 @@ from shoal.train.config import DistributedConfig, LoopConfig, RunConfig
 from shoal.train.run import Run, Sizes
 
 BATCH, TOTAL = 48, 30
-SLOW = {0: 0.5e-3, 1: 1.5e-3}
+SLOW = {0: 1.5e-3, 1: 4.5e-3}
 """Seconds per sample of each worker: worker 1 has a third of the speed of worker 0."""
 
 

@@ -268,11 +268,8 @@ def test_a_host_that_comes_back_takes_its_place_where_workers_come_and_go(
 ) -> None:
     port, names = free_port(), iter(["beta", "alpha"])  # ranks are by name
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("", next(names, "alpha"), "", "", "")))
-    leading = ThreadPoolExecutor(1).submit(host(port))
-    with ThreadPoolExecutor(2) as pool:
-        others = [pool.submit(host(port)) for _ in range(2)]
-        assert sorted(each.result(20).rank for each in others) == [1, 2]
-    first = leading.result(20)
+    first, *others = meet(*[host(port)] * 3)
+    assert [each.rank for each in others] == [1, 2]
     for name, rank in (("beta", 2), ("alpha", 1), ("gamma", 1), ("beta", 2)):
         monkeypatch.setattr(os, "uname", lambda name=name: os.uname_result(("", name, "", "", "")))
         back = partial(host(port), is_elastic=True)()
