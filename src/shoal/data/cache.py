@@ -102,7 +102,7 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a host keeps of a data set."""
+    """Part of a data set that a host keeps."""
 
     policy: CachePolicy = "window"
     own: tuple[ShardFile, ...] = ()

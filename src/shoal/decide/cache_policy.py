@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 CachePolicy = Literal["all", "own", "window"]
-"""What a host keeps: all data; its own part surely, for the other hosts, and others in what is left; or the
+"""Data that a host keeps: all; its own part surely, for the other hosts, and others in what is left; or the
 data that it needs next, or first."""
 
 _AHEAD = 4

@@ -276,7 +276,7 @@ class ImageShards:
 
     @property
     def cache_policy(self) -> str:
-        """What the host keeps (:mod:`shoal.decide.cache_policy`); empty without a cache."""
+        """Part that the host keeps (:mod:`shoal.decide.cache_policy`); empty without a cache."""
         return self._cache.kept.policy if self._cache else ""
 
     @property
