@@ -141,7 +141,7 @@ TEST_OVER_EACH(messages_of_all_sizes_on_every_placement) {
   }
 }
 
-// Ranks in different places of their hosts exchange no chunks: they are connected with the first message, whoever sends it.
+// Ranks with different local indices on different hosts exchange no chunks: the first message in either direction connects them.
 TEST(messages_bring_connections_for_data) {
   Group group({"two hosts of two", {"a", "a", "b", "b"}});
   const auto connections = [&](int rank) { return count_of(group.engine(rank).counters(), "connections"); };

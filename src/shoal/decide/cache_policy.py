@@ -50,7 +50,7 @@ def first_uses(steps: Iterable[npt.NDArray[np.int64]], num_files: int, *, again:
     Args:
         steps: the file of each sample of each step.
         num_files: there are.
-        again: yield a file anew in each step that uses it; else the end is where all files were.
+        again: repeat a file in each step that uses it; otherwise stop once every file was yielded.
 
     Example:
         >>> steps = [np.array([2, 0, 2]), np.array([0, 1]), np.array([2])]

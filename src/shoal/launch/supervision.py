@@ -256,7 +256,7 @@ class Job:
 
     @property
     def _restarts(self) -> bool:
-        """Whether workers are started again."""
+        """True if lost workers are restarted."""
         return self._restart is not None and not self.stop_requested
 
     def _is_lost_early(self, rank: int, code: int) -> bool:

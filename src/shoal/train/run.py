@@ -1014,7 +1014,7 @@ def owned(run_dir: Path, world: World) -> Iterator[None]:
 
 
 def _name_owner(world: World, ownership: Ownership) -> None:
-    """Name the owner of the run directory to whoever may have to come in its place."""
+    """Publish the run directory's owner token to the members, of whom one may have to take over."""
     if world.members is not None:
         world.members.put("owner", ownership.token)
 
