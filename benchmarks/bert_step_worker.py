@@ -266,6 +266,7 @@ def train_by_turns(
 def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
     """Return the tokens per second of each of a worker's steps, over shoal and over gloo.
 
+    Each worker has one batch, so that all steps do equal work; the two take turns at being first.
     The spec: as that of :func:`measure`.
     """
     worker = worker_env()
@@ -281,13 +282,12 @@ def over_both(spec: dict[str, Any]) -> dict[str, list[float]]:
             steps = {"ours": OurStep(sides, world, precision)}
             with averaging_over(world.control):
                 steps["peer"] = OurStep(replace(sides, ours=deepcopy(sides.ours)), world, precision)
+            num_tokens = len(sides.read(world.rank)["input_ids"])
             for step in range(WARM_UP_STEPS + spec["num_steps"]):
-                number = step * world.num_workers + world.rank
-                num_tokens = len(sides.read(number)["input_ids"])
-                for side, ours in steps.items():
+                for side, ours in steps.items() if step % 2 == 0 else reversed(steps.items()):
                     world.barrier()
                     begin_s = time.perf_counter()
-                    ours.take(number)
+                    ours.take(world.rank)
                     samples[side].append(num_tokens / (time.perf_counter() - begin_s))
     return {side: figures[WARM_UP_STEPS:] for side, figures in samples.items()}
 
