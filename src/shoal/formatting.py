@@ -10,7 +10,11 @@ from datetime import UTC, datetime
 
 from shoal.errors import UsageError
 
-_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZES = {"": 1, "B": 1} | {
+    prefix + unit: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for unit, base in (("B", 1000), ("", 1024), ("IB", 1024))
+}
 """Bytes of a unit."""
 _SHORT = {"sequences": "seq"}
 
@@ -97,7 +101,11 @@ def size(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str, name: str = "parallel.memory") -> int:
-    """Return the number of bytes of a text such as ``40GB`` or ``16GiB``.
+    """Return the number of bytes of a text such as ``40GB``, ``16GiB`` or ``40G``.
+
+    Units are those of GNU's coreutils, in any case: ``KB``, ``MB``, ``GB`` and ``TB`` are powers of 1000;
+    ``KiB`` … ``TiB`` are powers of 1024, and so are ``K`` … ``T``, as in ``mount -o size=40G``. A number
+    without a unit is in bytes.
 
     Args:
         text: a number with a unit.
@@ -108,7 +116,9 @@ def parse_bytes(text: str, name: str = "parallel.memory") -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if match is None or match[2].upper() not in _SIZES:
-        raise UsageError(f"{name} {text!r} must be a number with a unit, such as 40GB or 16GiB")
+        raise UsageError(
+            f"{name} {text!r} must be a number with a unit, such as 40GB (10^9) or 40GiB or 40G (2^30)"
+        )
     return int(float(match[1]) * _SIZES[match[2].upper()])
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from shoal import formatting
+from shoal.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -86,3 +87,30 @@ def test_ranges() -> None:
     assert formatting.ranges([3]) == "3"
     assert formatting.ranges([116, 117, 118, 119, 120]) == "116, 117, 118, 119, 120"
     assert formatting.ranges(list(range(1, 2001))) == "1, 2, 3, 4, 5, … 2,000 (2,000 in all)"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7", 7),
+        ("7B", 7),
+        ("40GB", 40_000_000_000),
+        ("40GiB", 42_949_672_960),
+        ("40G", 42_949_672_960),  # as tmpfs counts size=40G
+        ("40 g", 42_949_672_960),
+        ("1.5 GiB", 1_610_612_736),
+        ("512mb", 512_000_000),
+        ("512M", 536_870_912),
+        ("2T", 2_199_023_255_552),
+        ("2TB", 2_000_000_000_000),
+        ("3k", 3_072),
+    ],
+)
+def test_sizes_as_people_write_them(text: str, expected: int) -> None:
+    assert formatting.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "G", "40 P", "-1G", "40Gb/s", "1e9", "40iB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^data\.cache_bytes '.*' must be a number with a unit, such as"):
+        formatting.parse_bytes(text, "data.cache_bytes")

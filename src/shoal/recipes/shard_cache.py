@@ -25,7 +25,8 @@ class CachedDataConfig:
     cache: Path | None = None
     """Folder on a fast local disk, or in memory, to which shards are copied on demand."""
     cache_bytes: str = "64GB"
-    """Maximum size of the cache folder; further shards are read from their storage."""
+    """Maximum size of the cache folder, such as 40GB (40 x 10^9 bytes) or 40G (40 x 2^30, as 40GiB); further
+    shards are read from their storage."""
     cache_peers: Literal["off", "on"] = "off"
     """on: each of several hosts reads its part of the shards from their storage, for all of them."""
 

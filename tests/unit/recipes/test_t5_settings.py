@@ -11,7 +11,6 @@ import pytest
 
 from shoal.decide.batch import BatchPlan
 from shoal.errors import UsageError
-from shoal.formatting import parse_bytes
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
 from shoal.recipes.memory import MemoryCount, activations_of
@@ -133,13 +132,6 @@ def test_sentinels_need_rows_of_the_embedding(tmp_path: Path) -> None:
     prepare(tmp_path, {"train": random_documents([900, 700], vocab_size=2_077)}, vocab_size=2_077)
     with pytest.raises(UsageError, match="2077 tokens and 100 sentinels, the model one of 2176"):
         check(preset("tiny", data={"path": tmp_path}), 1, dry_run=MemoryCount())
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("40GB", 40 * 10**9), ("1.5 GiB", 3 * 2**29), ("512mb", 512 * 10**6), ("7", 7)]
-)
-def test_bytes_as_people_write_them(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
 
 
 def test_a_dry_run_says_what_would_be(tmp_path: Path) -> None:
