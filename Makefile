@@ -96,15 +96,17 @@ fuzz: $(VENV)/.fuzzer  ## fuzz the readers of files and of frames: FUZZ_S=300 se
 	tail -1 build/fuzz/core/log.txt && \
 	PYTHONPATH=tests $(BIN)/python -m fuzz.run --seconds $$(($(FUZZ_S) * 2 / 3)) --seed $$seed
 
-# Seconds of the soak, its seed (0: from the clock, printed), and the file of the result.
+# Seconds of the soak, its seed (0: from the clock, printed), and the file of the result. Members come and go for a
+# sixth of that besides, at least 10 s.
 SOAK_S    ?= 3600
+CHURN_S    = $(shell echo $$(($(SOAK_S) < 60 ? 10 : $(SOAK_S) / 6)))
 SOAK_SEED ?= 0
 SOAK_OUT  ?= build/soak_$(shell date +%F).md
 
 soak: $(STAMP)  ## sums on 8 emulated hosts in random faults, and members that come and go, against a replay: SOAK_S=3600 (root)
 	@mkdir -p build
 	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m soak --seconds $(SOAK_S) --seed $(SOAK_SEED) --out $(SOAK_OUT)
-	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m churn --seconds 600 --seed $(SOAK_SEED) --out $(SOAK_OUT:.md=_churn.md)
+	PYTHONPATH=.:tests:tests/processes $(BIN)/python -m churn --seconds $(CHURN_S) --seed $(SOAK_SEED) --out $(SOAK_OUT:.md=_churn.md)
 
 bench: $(STAMP)  ## the figures of docs/results.md, to benchmarks/results (an hour on a quiet machine; root)
 	@for name in reduce optimizers dropout detection_ops detection_loader text_reader image_reader image_loader tokenise text_intake squad_features overhead train_step \
