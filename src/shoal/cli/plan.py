@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from shoal.errors import UsageError, did_you_mean
+from shoal.formatting import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shoal.planner.goal import Aim
     from shoal.planner.hardware import Accelerator
-    from shoal.planner.prediction import Plan
+    from shoal.planner.prediction import Plan, StoredData
     from shoal.recipes.workloads import OwnSettings
 
 _WITH_HELPERS = "two-hop-helpers"
@@ -59,6 +60,12 @@ class Request:
     and files of `shoal bench comm --json` (all-reduces between hosts), used instead of published figures."""
     start_s: float = 120.0
     """Seconds from starting the processes to the first step."""
+    data_bytes: str | None = None
+    """Size of data that the hosts read once together from a store, as with --data.cache-peers on, such as
+    150GB; the time of that is added to the start. Default: they are on the hosts."""
+    store_rate: str | None = None
+    """Bytes a second that the store gives all hosts together, such as 5GB; default: what a host's network
+    takes."""
     compare: bool = False
     """Add a table of all algorithms."""
     sweep: str | None = None
@@ -262,9 +269,31 @@ def _options(request: Request, aim: Aim) -> dict[str, Any]:
         "algorithms": [request.algorithm] if request.algorithm else None,
         "wire_bytes": 4 if request.wire == "fp32" else 2,
         "start_s": request.start_s,
+        "data": _stored(request),
         "catalog": request.catalog,
         "price": request.price,
     }
+
+
+def _stored(request: Request) -> StoredData | None:
+    """Return the data in a store that the request names.
+
+    Raises:
+        UsageError: a size is not one, or the store's rate is given without data.
+    """
+    from shoal.planner.prediction import StoredData
+
+    if request.data_bytes is None:
+        if request.store_rate is not None:
+            raise UsageError("--store-rate is that of a store with data: give their size with --data-bytes")
+        return None
+    num_bytes = parse_bytes(request.data_bytes, "--data-bytes")
+    if request.store_rate is None:
+        return StoredData(num_bytes=num_bytes)
+    rate = parse_bytes(request.store_rate, "--store-rate")
+    if rate < 1:
+        raise UsageError(f"--store-rate {request.store_rate} must be at least one byte a second")
+    return StoredData(num_bytes=num_bytes, store_bytes_per_s=rate)
 
 
 def _compare(

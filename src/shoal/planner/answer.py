@@ -244,6 +244,7 @@ def _how_sure(plan: Plan) -> list[str]:
     given = f"{plan.workers}, {8e-9 * instance.nic_bytes_per_s:g} Gbit/s a host; {part.convergence.source}"
     lines = ["", "how sure", f"  given              {given}"]
     lines.append(f"  assumed            {plan.training.start_s:g} s of start, and prices")
+    lines += _fill(plan)
     if isinstance(interval, str):
         return [*lines, "  measure with       shoal bench train and shoal bench comm; then --measured"]
     return [
@@ -255,6 +256,19 @@ def _how_sure(plan: Plan) -> list[str]:
             for name, share in sorted(interval.shares.items(), key=lambda item: -item[1])
             if share >= _SHOWN
         ),
+    ]
+
+
+def _fill(plan: Plan) -> list[str]:
+    """Return a line about the data that are read from a store before the first step, if there are any."""
+    data, rate = plan.training.data, plan.workers.instance.effective_nic
+    if data is None:
+        return []
+    limit = "the store" if data.store_bytes_per_s < rate else "a host's network"
+    takes = duration(data.fill_s(plan.workers))
+    return [
+        f"  data read once     {data.num_bytes / 1e9:.4g} GB, {takes} before the first step: "
+        f"{min(rate, data.store_bytes_per_s) / 1e9:.3g} GB/s of {limit}"
     ]
 
 

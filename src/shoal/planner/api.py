@@ -21,6 +21,7 @@ from shoal.planner.prediction import (
     START_S,
     Part,
     Plan,
+    StoredData,
     Training,
     achieved,
 )
@@ -53,6 +54,7 @@ def plan(
     algorithms: Sequence[str] | None = None,
     wire_bytes: int = 4,
     start_s: float = START_S,
+    data: StoredData | None = None,
     published: bool = True,
     catalog: Sequence[Path] = (),
     price: str = ON_DEMAND,
@@ -85,6 +87,7 @@ def plan(
             :data:`shoal.planner.network.ALGORITHMS`.
         wire_bytes: bytes of a gradient element on the network.
         start_s: seconds from starting the processes to the first step.
+        data: what the hosts read from a store before it, whose time is added; default: nothing.
         published: take published throughputs of one host where there are some, not a share of the peak.
         catalog: TOML files that add instance types.
         price: the market whose prices the hosts that train have (:data:`shoal.planner.hardware.MARKETS`), or
@@ -137,6 +140,7 @@ def plan(
         recipe=name,
         parts=parts,
         start_s=start_s,
+        data=data,
         shard_optimizer=bool(preset and preset.shard_optimizer),
         has_stages=preset is None or preset.has_stages,
         has_shards=preset is None or preset.has_shards,

@@ -1,6 +1,6 @@
 """Predicts a training for one choice of hosts and layout: steps, the whole run, memory and cost.
 
-    time to train = start + steps · step + evaluations · (forward passes + pause) + checkpoints
+    time to train = start + fill + steps · step + evaluations · (forward passes + pause) + checkpoints
 
 Published times to train are far above what throughput alone gives: there are more epochs at a larger batch,
 and evaluations and start-up do not shrink with the number of hosts.
@@ -63,13 +63,31 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoredData:
+    """Data in a store that hosts read once together, before the first step, into their caches."""
+
+    num_bytes: float
+    store_bytes_per_s: float = math.inf
+    """Rate at which the store gives them to all hosts together."""
+
+    def fill_s(self, workers: Machines) -> float:
+        """Return the time until each host has all of it: a part from the store, the rest from its peers.
+
+        The store gives each byte once, and each host receives each byte once, at the rate of its network.
+        """
+        return self.num_bytes / min(self.store_bytes_per_s, workers.instance.effective_nic)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """A training to predict."""
 
     recipe: str
     parts: tuple[Part, ...]
     start_s: float = START_S
-    """From starting the hosts' processes to the first step: data, communicators, compilation."""
+    """From starting the hosts' processes to the first step: communicators, compilation."""
+    data: StoredData | None = None
+    """Is read before the first step; None: the data are on the hosts."""
     checkpoint_every_steps: int | None = CHECKPOINT_EVERY_STEPS
     shard_optimizer: bool = False
     """The settings divide the optimizer's state over the replicas; else it is divided where it must be."""
@@ -191,6 +209,8 @@ def predict(
                 precision=part.precision,
             )
         )
+    if training.data is not None:
+        runs[0] = replace(runs[0], start_s=runs[0].start_s + training.data.fill_s(workers))
     total_s = sum(run.total_s for run in runs)
     alone = _alone(training.parts[0], workers, layouts[0])
     rate = training.parts[0].global_batch / steps[0].total_s

@@ -20,6 +20,7 @@ from shoal.cli.app import main
 from shoal.errors import EXIT_OK, EXIT_USAGE
 from shoal.formatting import duration
 from shoal.planner.convergence import convergence_of
+from shoal.planner.hardware import Catalog
 from shoal.recipes.bert import BertConfig
 from shoal.recipes.mask_rcnn import MaskRCNNTrainConfig
 from shoal.recipes.resnet50 import ResNetTrainConfig
@@ -479,3 +480,29 @@ def test_a_measured_file_of_another_recipe(
     ).write(path)
     assert typed(monkeypatch, *SMALL, *CLUSTER, "--measured", str(path)) == EXIT_USAGE
     assert f"--measured {path} is of recipe albert-base, not of {SMALL[1]}" in capsys.readouterr().err
+
+
+def test_the_time_to_read_the_data_is_added_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """150 GB at 1 GB/s of the store, or at a host's 100 Gbit/s as the catalog corrects them."""
+    times = []
+    for number, words in enumerate(
+        ((), ("--data-bytes", "150GB"), ("--data-bytes", "150GB", "--store-rate", "1GB"))
+    ):
+        out = tmp_path / f"{number}.json"
+        assert typed(monkeypatch, *SMALL, *CLUSTER, *words, "--json", str(out)) == EXIT_OK
+        times.append(json.loads(out.read_text())["best"]["total_s"])
+    rate = Catalog().machines("8xp3dn.24xlarge").instance.effective_nic
+    assert times[2] - times[0] == pytest.approx(150.0)
+    assert times[1] - times[0] == pytest.approx(150e9 / rate)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data read once 150 GB, 2 min 30 s before the first step: 1 GB/s of the store" in said
+    assert f"before the first step: {rate / 1e9:.3g} GB/s of a host's network" in said
+    for words, message in (
+        (("--store-rate", "1GB"), "give their size with --data-bytes"),
+        (("--data-bytes", "much"), "--data-bytes 'much' must be a number with a unit"),
+        (("--data-bytes", "1GB", "--store-rate", "0"), "--store-rate 0 must be at least one byte a second"),
+    ):
+        assert typed(monkeypatch, *SMALL, *CLUSTER, *words) == EXIT_USAGE
+        assert message in " ".join(capsys.readouterr().err.split())

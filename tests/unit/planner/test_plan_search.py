@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from shoal.planner.convergence import Convergence
 from shoal.planner.goal import Aim, seconds_of
 from shoal.planner.hardware import Accelerator, Instance, Machines
 from shoal.planner.network import RINGS
-from shoal.planner.prediction import Part, Training, run_time
+from shoal.planner.prediction import Part, StoredData, Training, predict, run_time
 from shoal.planner.scaling_limits import breaks_first, strains
 from shoal.planner.search import helpers_to_try, layouts_of, search
 
@@ -226,6 +227,24 @@ def test_evaluations_and_checkpoints_are_counted() -> None:
     assert passes.evaluations_s - found.evaluations_s == pytest.approx(10 * of_kernels), "of 1,000 samples"
     assert found.checkpoints_s == pytest.approx(10 * 1e8 * 12 / 8 / 10e9)
     assert found.total_s == pytest.approx(30 + 100 + found.evaluations_s + found.checkpoints_s)
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "store", "fill_s"),
+    [(1, math.inf, 60.0), (4, math.inf, 60.0), (4, 2e10, 60.0), (4, 5e9, 120.0), (1, 1e9, 600.0)],
+)
+def test_data_are_read_once_before_the_first_step(num_hosts: int, store: float, fill_s: float) -> None:
+    """600 GB at 10 GB/s of a host's network, or at the store's rate, however many hosts share it."""
+    data, layout = StoredData(num_bytes=6e11, store_bytes_per_s=store), Layout(global_batch=1024)
+    training = Training(recipe="made", parts=(part(), part()), start_s=30.0, data=data)
+    found, without = (
+        predict(each, hosts(num_hosts), [layout, layout]) for each in (training, replace(training, data=None))
+    )
+    assert [run.start_s for run in found.runs] == [30 + fill_s, 0]
+    assert found.total_s - without.total_s == pytest.approx(fill_s)
+    assert found.seconds_by_cause["start"] == 30 + fill_s
+    assert sum(found.seconds_by_cause.values()) == pytest.approx(found.total_s)
+    assert found.dollars == pytest.approx(num_hosts * 10 / 3600 * found.total_s)
 
 
 @pytest.mark.parametrize("num_hosts", [256, 2048, 16384])
