@@ -27,6 +27,7 @@ class ObjectStore(http.server.ThreadingHTTPServer):
         sent: bytes sent of each object.
         gets: GETs of each object.
         fault: changes answers; default: none.
+        validators: returns headers of the answer to a GET by its number; default: none.
     """
 
     daemon_threads = True
@@ -38,6 +39,7 @@ class ObjectStore(http.server.ThreadingHTTPServer):
         self.sent: Counter[str] = Counter()
         self.gets: Counter[str] = Counter()
         self.fault: Fault | None = None
+        self.validators: Callable[[int], dict[str, str]] = lambda number: {}
         self.lock = threading.Lock()
         self.report: Callable[[str, int], None] | None = None
 
@@ -68,7 +70,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if store.fault is not None:
             faulty, data, count = store.fault(name, number, data)
             status = faulty if faulty >= 400 else status
-        self._reply(status, data, headers, count)
+        self._reply(status, data, headers | store.validators(number), count)
         with store.lock:
             store.sent[name] += count
             if store.report is not None:

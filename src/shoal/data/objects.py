@@ -13,6 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import formatdate
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -31,8 +33,44 @@ _PART_BYTES = 8 << 20
 T = TypeVar("T")
 
 
-Check = Callable[[int, str | None], None]
-"""Is given the size of an object and its version (ETag), if the store has one, before its bytes are taken."""
+_SETTLED_S = 60.0
+"""Age from which a time of modification is a strong validator: no other change came within its second."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """The validators of an object (RFC 9110, section 8.8), as far as its store gives them."""
+
+    etag: str = ""
+    modified_s: float = 0.0
+    """Last-Modified in seconds since 1970; 0: not given."""
+
+    def is_same(self, other: Version) -> bool:
+        """Return whether ranges of both are of the same bytes.
+
+        Equal strong ETags say that they are. Different ones do not say that they are not: replicas of a
+        server may compute them from what only they have, such as an inode. So there, and for weak ETags,
+        Last-Modified decides: a different one says that the object was replaced; an equal one of at least a
+        minute ago that it was not (section 8.8.2.2). A younger one cannot, and the ETags have to be equal.
+        Without any validators nothing is known, and the size has to do.
+        """
+        if self.etag and self.etag == other.etag and not self.etag.startswith("W/"):
+            return True
+        if self.modified_s and other.modified_s:
+            if self.modified_s != other.modified_s:
+                return False
+            if time.time() - self.modified_s >= _SETTLED_S:
+                return True
+        both = self.etag.removeprefix("W/"), other.etag.removeprefix("W/")
+        return "" in both or both[0] == both[1]
+
+    def __str__(self) -> str:
+        modified = formatdate(self.modified_s, usegmt=True) if self.modified_s else "not given"
+        return f"ETag {self.etag or 'not given'}, Last-Modified {modified}"
+
+
+Check = Callable[[int, Version], None]
+"""Is given the size and the version of an object before its bytes are taken."""
 
 
 class Transient(Exception):
@@ -69,7 +107,7 @@ class Objects(ABC):
         self.prefix = f"{prefix.strip('/')}/".lstrip("/")
         self.location = f"{scheme}://{bucket}/{self.prefix}".rstrip("/")
         self._deadline_s = deadline_s
-        self._versions: dict[str, str] = {}
+        self._versions: dict[str, Version] = {}
 
     def uri(self, name: str) -> str:
         """Return the location of an object, for messages."""
@@ -87,11 +125,11 @@ class Objects(ABC):
         return self._get_of(self._versions, name, start, size, num_bytes)
 
     def _get_of(
-        self, versions: dict[str, str], name: str, start: int, size: int | None, num_bytes: int | None
+        self, versions: dict[str, Version], name: str, start: int, size: int | None, num_bytes: int | None
     ) -> bytes:
         """Return a range, as :meth:`get`; ``versions`` has those of objects that were read before."""
 
-        def check(actual: int, version: str | None) -> None:
+        def check(actual: int, version: Version) -> None:
             if num_bytes is not None and actual != num_bytes:
                 raise ShoalError(
                     f"{self.uri(name)} has {actual:,} bytes, the manifest says {num_bytes:,}; it was cut "
@@ -102,11 +140,12 @@ class Objects(ABC):
                     f"{self.uri(name)} has {actual:,} bytes, more than the {MAX_WHOLE_BYTES:,} of such a "
                     "file; check the prefix"
                 )
-            if num_bytes is not None and version and versions.setdefault(name, version) != version:
+            if num_bytes is not None and not versions.setdefault(name, version).is_same(version):
                 raise ShoalError(
-                    f"{self.uri(name)} was replaced while it was read (its ETag was {versions[name]}, now "
+                    f"{self.uri(name)} was replaced while it was read (before: {versions[name]}; now: "
                     f"{version}); leave prepared data as it is, write other data under a prefix of its own, "
-                    "and start the same command again"
+                    "and start the same command again. If the server has several replicas, give the files on "
+                    "all of them the same time of modification (rsync --times)"
                 )
 
         expected = num_bytes if size is None else size
@@ -124,7 +163,7 @@ class Objects(ABC):
     def parts(self, name: str, num_bytes: int) -> Iterator[bytes]:
         """Yield an object of ``num_bytes`` in order; 64 MB are in memory at a time."""
         starts = range(0, num_bytes, _PART_BYTES)
-        versions: dict[str, str] = {}
+        versions: dict[str, Version] = {}
 
         def part(start: int) -> bytes:
             return self._get_of(versions, name, start, min(_PART_BYTES, num_bytes - start), num_bytes)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shoal.data.objects import CONNECT_S, READ_S, Check, Objects, Transient
+from shoal.data.objects import CONNECT_S, READ_S, Check, Objects, Transient, Version
 from shoal.errors import ShoalError, UsageError, import_extra
 
 _RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
@@ -62,7 +62,8 @@ class ObstoreObjects(Objects):
         options = {} if size is None else {"range": (start, start + size)}
         with self._errors(name):
             answer = self._obstore.get(self._store, name, options=options)
-            check(int(answer.meta["size"]), answer.meta.get("e_tag"))
+            modified = answer.meta["last_modified"].timestamp()  # 0 without one
+            check(int(answer.meta["size"]), Version(answer.meta.get("e_tag") or "", modified))
             return bytes(answer.bytes())
 
     def _put(self, name: str, data: bytes) -> None:

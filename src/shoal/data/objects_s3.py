@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from shoal.data.objects import CONNECT_S, NUM_CONNECTIONS, READ_S, Check, Objects, Transient
+from shoal.data.objects import CONNECT_S, NUM_CONNECTIONS, READ_S, Check, Objects, Transient, Version
 from shoal.errors import ShoalError, UsageError, import_extra
 
 _TRANSIENT_CODES = ("RequestTimeout", "Throttling", "ThrottlingException")
@@ -84,7 +84,8 @@ class S3Objects(Objects):
             answer = self.client.get_object(Bucket=self.bucket, Key=self.prefix + name, **asked)
             with closing(answer["Body"]) as body:
                 length = int(answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"])
-                check(length, answer.get("ETag"))
+                modified = answer.get("LastModified")
+                check(length, Version(answer.get("ETag", ""), modified.timestamp() if modified else 0.0))
                 # a server without support for ranges sends the whole object
                 data: bytes = body.read(None if size is None else size + 1)
                 return data

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from benchmarks.object_store import ObjectStore
 
 from shoal.data import objects, objects_obstore, objects_s3
-from shoal.data.objects import Objects, scheme_of
+from shoal.data.objects import Objects, Version, scheme_of
 from shoal.data.objects_obstore import ObstoreObjects
 from shoal.data.objects_s3 import S3Objects
 from shoal.data.storage import open_objects
@@ -23,6 +25,7 @@ pytest_plugins = ["s3_server"]  # which makes the bucket
 
 LOCATION = "s3://pictures/some/set"
 PART = 5 << 20
+OLD = 1_600_000_000.0
 Opened = Callable[..., Objects]
 
 
@@ -88,7 +91,7 @@ def test_an_object_that_is_replaced_while_it_is_read(opened: Opened, monkeypatch
     assert next(parts) == first[:1000]
     assert store.get("shard", 7, 100, num_bytes=len(first)) == first[7:107]
     writer.put("shard", second)
-    with pytest.raises(ShoalError, match=r"some/set/shard was replaced while it was read \(its ETag was"):
+    with pytest.raises(ShoalError, match=r"some/set/shard was replaced while it was read \(before: ETag"):
         deque(parts)
     with pytest.raises(ShoalError, match=r"some/set/shard was replaced while it was read"):
         store.get("shard", 7, 100, num_bytes=len(first))
@@ -137,6 +140,52 @@ def test_a_web_server_is_read_by_ranges(web: ObjectStore, tmp_path: Path) -> Non
     assert answered == [len(data), 5000]
     with pytest.raises(ShoalError, match=r"/some/set/absent does not exist"):
         store.get("absent")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        (Version('"a"'), Version('"a"'), True),
+        (Version('"a"'), Version('"b"'), False),
+        (Version('"a"', OLD), Version('"b"', OLD), True),  # replicas with ETags of their own
+        (Version('"a"', OLD), Version('"a"', OLD + 1), True),  # replicas with times of their own
+        (Version('"a"', OLD), Version('"b"', OLD + 1), False),
+        (Version('W/"a"', OLD), Version('W/"a"', OLD + 1), False),  # weak: ranges cannot be combined by it
+        (Version('W/"a"', OLD), Version('W/"b"', OLD), True),
+        (Version('W/"a"'), Version('W/"a"'), True),  # the best there is
+        (Version('W/"a"'), Version('W/"b"'), False),
+        (Version("", OLD), Version("", OLD + 1), False),
+        (Version("", OLD), Version('"a"', OLD), True),
+        (Version(), Version(), True),
+    ],
+)
+def test_validators_say_whether_ranges_are_of_the_same_bytes(
+    first: Version, second: Version, same: bool
+) -> None:
+    assert first.is_same(second) == second.is_same(first) == same
+
+
+def test_a_time_of_now_does_not_excuse_another_etag() -> None:
+    now = time.time()
+    assert not Version('"a"', now).is_same(Version('"b"', now))
+    assert Version('"a"', now).is_same(Version('"a"', now))
+
+
+def test_replicas_with_etags_of_their_own_are_read_if_their_times_agree(
+    web: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects, "_PART_BYTES", 1000)
+    data = os.urandom(10_000)
+    (tmp_path / "served/file").write_bytes(data)
+    times = [formatdate(OLD, usegmt=True)] * 2
+    web.validators = lambda number: {"ETag": f'"inode-{number % 2}"', "Last-Modified": times[number % 2]}
+    assert b"".join(open_objects(f"{web.url}/some/set").parts("file", len(data))) == data
+    times[1] = formatdate(OLD + 3600, usegmt=True)
+    with pytest.raises(ShoalError) as refused:
+        deque(open_objects(f"{web.url}/some/set").parts("file", len(data)))
+    for number in (0, 1):
+        assert f'ETag "inode-{number}", Last-Modified {times[number]}' in str(refused.value)
+    assert "on all of them the same time of modification (rsync --times)" in str(refused.value)
 
 
 def test_locations() -> None:
