@@ -14,7 +14,7 @@ EXTRAS  := torch,text,corpora,vision,aws,objects,report,watch,mlperf,scores,onnx
 STAMP   := $(VENV)/.installed
 QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
 # Whole files: what a file's tests share is made once. Of all tests three at a time on two cores: those of processes
-# wait for much of their time.
+# wait for much of their time. The longest file of tests/real, which waits for slow links, begins.
 FILES   := --dist loadfile --no-loadscope-reorder
 # Keep compiled modules where an image's environment forbids it: a process that compiles torch's starts seconds later.
 unexport PYTHONDONTWRITEBYTECODE
@@ -70,7 +70,7 @@ test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and th
 	wait $$tsan; tsan=$$?; cat build/core-tsan/tests.txt; exit $$((asan + tsan))
 
 test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments, Slurm
-	$(BIN)/pytest -m 'not slow' tests/real
+	$(BIN)/pytest -m 'not slow' -n 2 $(FILES) tests/real/test_slurm_training.py tests/real
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
 	$(BIN)/pytest --ignore=tests/site -n 3 $(FILES)
@@ -162,7 +162,7 @@ shape: $(STAMP)  ## sizes, floors and imports of the source, the files of one gr
 # Not --quiet, which hides warnings from --strict too.
 docs: $(STAMP)  ## the documentation site in build/site; any warning, broken link or cut page fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/pytest tests/site
+	$(BIN)/pytest tests/site -n 2
 
 wheels: $(STAMP)  ## the wheel for this Python and the sdist in dist/; auditwheel finds which Linux it needs
 	rm -rf build/untagged dist

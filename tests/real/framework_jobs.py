@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ NOT_FOR_CHILDREN = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
 
 
 def environment(name: str, extra: str, *packages: str) -> Path:
-    """Return the interpreter of an environment with the wheel; make it once per wheel.
+    """Return the interpreter of an environment with the wheel; make it once per wheel, whoever asks.
 
     Args:
         name: of its folder in ``build``.
@@ -35,7 +36,10 @@ def environment(name: str, extra: str, *packages: str) -> Path:
     python = folder / "bin" / "python"
     made_of = f"{wheel.name} {wheel.stat().st_mtime_ns} {extra} {' '.join(packages)}"
     stamp = folder / "made-of.txt"
-    if not stamp.exists() or stamp.read_text() != made_of:
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text() == made_of:
+            return python
         uv = [sys.executable, "-m", "uv"]
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, folder], check=True)
