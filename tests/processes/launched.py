@@ -16,7 +16,7 @@ from typing import Self
 from forked import fork_process
 from forked_programs import fork_programs
 from shoal.errors import ShoalError
-from shoal.launch import local, supervision
+from shoal.launch import local, spot_notice, supervision
 
 JOB = Path(__file__).with_name("launch_job.py")
 START_DEADLINE_S = 180.0
@@ -144,6 +144,7 @@ def run_launcher(
     os.dup2(descriptor, 2)
     command = [sys.executable, str(JOB), "--dir", str(folder), "--orders", orders, "--backend", backend]
     supervision.AFTER_FAILURE_S = local.STOP_DEADLINE_S = GRACE_S
+    spot_notice.POLL_S = 0.1
     if backend:  # without, a worker starts without torch
         fork_programs()
     try:

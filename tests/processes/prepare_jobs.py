@@ -33,7 +33,8 @@ if __name__ == "__main__":
 # the sample is bounded at 10 million characters; with less, small sources show the same
 SMALL_SAMPLE = "import shoal.data.text.prepare\nshoal.data.text.prepare._SAMPLE_CHARACTERS = 200_000\n"
 DEADLINE_S = 240
-BASE = {"vocab_size": 300, "shard_bytes": 1 << 16, "processes": 2}
+BASE = {"tokenizer": "wordpiece", "vocab_size": 300, "shard_bytes": 1 << 16, "processes": 2}
+"""A WordPiece vocabulary is trained in less time than a unigram model."""
 
 
 def command(source: Path | str, out: Path, driver: str = DRIVER, **options: Any) -> list[str]:

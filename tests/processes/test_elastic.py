@@ -115,8 +115,18 @@ def changes(config: Any) -> list[tuple[int, int]]:
     return [(row.num_before, row.num_workers) for row in rows if isinstance(row, record.Members)]
 
 
-@pytest.mark.parametrize("place", ["backward", "update", "sum_figures"])
-@pytest.mark.parametrize("lost", [0, 1])
+def slow(*values: Any) -> Any:
+    """Return a case whose quick equal is that with the other worker, which is lost at the same place."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("place", "lost"),
+    [
+        ("backward", 0), ("update", 1), ("sum_figures", 0),
+        slow("backward", 1), slow("update", 0), slow("sum_figures", 1),
+    ],
+)  # fmt: skip
 def test_a_lost_worker_costs_no_sample(
     place: str, lost: int, text: Path, expected: dict[int, float], tmp_path: Path
 ) -> None:
@@ -149,9 +159,10 @@ def test_a_worker_is_lost_and_comes_back(
 
 
 def test_nobody_is_left_to_take_a_worker_in(text: Path, tmp_path: Path) -> None:
-    config = elastic_config(text, tmp_path / "run", worker_patience_s=4)
+    config = elastic_config(text, tmp_path / "run")
     workers = [start(config, rank, dies=(4, "backward")) for rank in range(NUM_WORKERS)]
     assert wait(workers) == [KILLED] * NUM_WORKERS, logs(config)
+    config = elastic_config(text, tmp_path / "run", worker_patience_s=1)
     assert wait([start(config, 1)]) == [1]
     assert "were lost, all of them" in logs(config)
 
@@ -164,7 +175,7 @@ def plant_half_a_record(folder: Path) -> None:
     (folder / f"store{MEMBERS}" / "new-half").write_bytes(record)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, slow(1)])
 def test_a_worker_that_stands_still_is_given_up(
     lost: int, text: Path, expected: dict[int, float], tmp_path: Path
 ) -> None:
@@ -184,8 +195,13 @@ def test_a_worker_that_stands_still_is_given_up(
     assert changes(config) == [(3, 2)]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize(("step", "place"), [(6, "evaluation"), (12, "lacks_scores"), (12, "finish")])
+@pytest.mark.parametrize(
+    ("step", "place", "lost"),
+    [
+        (6, "evaluation", 0), (12, "lacks_scores", 1), (12, "finish", 0),
+        slow(6, "evaluation", 1), slow(12, "lacks_scores", 0), slow(12, "finish", 1),
+    ],
+)  # fmt: skip
 def test_a_worker_is_lost_between_steps(
     step: int, place: str, lost: int, text: Path, expected: dict[int, float], tmp_path: Path
 ) -> None:
@@ -203,7 +219,7 @@ def test_a_worker_is_lost_between_steps(
     assert changes(config) == [(3, 2)]
 
 
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize("lost", [0, slow(2)])
 def test_phases_with_a_worker_that_is_lost_and_comes_back(lost: int, text: Path, tmp_path: Path) -> None:
     fixed = small_bert_config(text, tmp_path / "fixed")
     assert run(fixed, 1) == [0]

@@ -20,11 +20,12 @@ import torch.distributed as dist
 from pretrain_jobs import losses, prepare_small, run, small_config
 from test_elastic import _before, changes
 
+from forked_programs import FORKING
 from instance_metadata import Service, serving
 from shoal import record
 from shoal.env.launcher import worker_env
 from shoal.errors import EXIT_STOPPED
-from shoal.launch import spot_notice
+from shoal.launch import emulated, spot_notice
 from shoal.launch.emulated import Cluster
 from shoal.launch.emulated_network import INTERFACE, end_processes, identity
 from shoal.launch.in_job import HostOptions, in_job
@@ -94,8 +95,13 @@ def be_worker(name: str, *_: str) -> None:
 
 
 def be_launcher(name: str, text: str) -> None:
-    """Start workers as ``shoal launch`` does; EC2 gives its notice when there is a file."""
+    """Start workers as ``shoal launch`` does; EC2 gives its notice when there is a file.
+
+    On an emulated host its workers, which another process forks, enter the host by the words ``enter``.
+    """
+    signal.alarm(int(DEADLINE_S))
     folder, options = Path(name), json.loads(text)
+    enter = options.pop("enter", [])
     host = options.get("node_rank", "joined")
     notice = folder / f"notice-{host}"
     spot_notice.POLL_S = 0.1
@@ -109,7 +115,7 @@ def be_launcher(name: str, text: str) -> None:
         os.environ[spot_notice.ENDPOINT] = service.url
         threading.Thread(target=give, args=(service,), daemon=True).start()
         job = {"job": folder / "job", "log_dir": folder / f"logs-{host}"}
-        command = program("be_worker", name, "--distributed.elastic", "1:3")
+        command = [*enter, *program("be_worker", name, "--distributed.elastic", "1:3")]
         code = in_job(command, HostOptions(**options, **job))
     sys.exit(code)
 
@@ -152,13 +158,7 @@ def said(folder: Path) -> str:
 def launched(folder: Path) -> tuple[int, str]:
     """Run a launcher with all workers to its end; return its exit code and what it has printed."""
     options = {"workers": NUM_WORKERS, "node_rank": 0}
-    done = subprocess.run(
-        program("be_launcher", str(folder), json.dumps(options)),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = FORKING.run(program("be_launcher", str(folder), json.dumps(options)), capture_output=True)
     return done.returncode, done.stderr
 
 
@@ -172,7 +172,6 @@ def test_a_worker_is_lost_before_the_first_step(order: str, folder: Path, expect
     assert changes(config_of(folder)) == []
 
 
-@pytest.mark.slow
 def test_ec2_takes_the_host_of_all_workers(folder: Path, expected: dict[int, float]) -> None:
     (folder / "hold").touch()
 
@@ -199,14 +198,17 @@ def test_ec2_takes_the_host_of_all_workers(folder: Path, expected: dict[int, flo
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("tc"), reason="emulated hosts need root and iproute2"
 )
-@pytest.mark.parametrize("by", [pytest.param("notice", marks=pytest.mark.slow), "power"])
-def test_a_host_leaves_and_comes_back(by: str, folder: Path, expected: dict[int, float]) -> None:
+@pytest.mark.parametrize("by", ["notice", "power"])
+def test_a_host_leaves_and_comes_back(
+    by: str, folder: Path, expected: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulated, "subprocess", FORKING)
     (folder / "hold").touch()
     (folder / "await").touch()
     with Cluster(hosts=NUM_WORKERS) as cluster:
 
         def start(host: int, **how: Any) -> subprocess.Popen[str]:
-            options = {"interface": INTERFACE, **how}
+            options = {"interface": INTERFACE, "enter": cluster.enter(host), **how}
             argv = program("be_launcher", str(folder), json.dumps(options))
             with (folder / f"launcher-{host}").open("a") as log:
                 return cluster.start(host, argv, stdout=log, stderr=log)

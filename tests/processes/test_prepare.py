@@ -235,7 +235,7 @@ def test_wrong_byte_in_a_worker_keeps_finished_pieces(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "large.txt", 1_000_000)
     with source.open("ab") as file:
         file.write(b"Good. \xff Bad.\n")
-    options: dict[str, Any] = {"driver": SMALL_SAMPLE + DRIVER, "tokenizer": "wordpiece"}
+    options: dict[str, Any] = {"driver": SMALL_SAMPLE + DRIVER}
     done = prepare(source, tmp_path / "out", on_bad="refuse", **options)
     assert done.returncode == 2 and "0xff, byte" in done.stderr and "Traceback" not in done.stderr
     kept = identities(tmp_path / "out")
@@ -301,7 +301,8 @@ def test_verse_is_read_as_lines_and_says_that_there_is_no_order_to_learn(tmp_pat
 def test_without_validation_there_is_one_split(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("The one article. It has two sentences.\n")
-    assert prepare(source, tmp_path / "out", validation=0.0, vocab_size=60).returncode == 0
+    options = {"tokenizer": "unigram", "validation": 0.0, "vocab_size": 60}
+    assert prepare(source, tmp_path / "out", **options).returncode == 0
     manifest = Manifest.load(tmp_path / "out")
     assert list(manifest.splits) == ["train"]
     assert [(s.num_documents, s.num_sentences) for s in manifest.shards("train")] == [(1, 2)]
@@ -345,16 +346,19 @@ def test_memory_does_not_grow_with_the_corpus(corpus: Path, whole: Path, tmp_pat
         assert large < small + 4, peaks  # the text itself grew by 12 MiB
 
 
-def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(corpus: Path, tmp_path: Path) -> None:
+def test_a_killed_worker_is_said_and_a_killed_parent_leaves_no_orphans(
+    corpus: Path, whole: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    process = subprocess.Popen(command(corpus, out), stderr=subprocess.PIPE, text=True)
+    tokenizer = {"tokenizer": str(whole / "tokenizer.json")}
+    process = subprocess.Popen(command(corpus, out, **tokenizer), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any((out / "records").glob("0*.json")) or process.poll() is not None)
     os.kill(next(workers_of(process.pid)), signal.SIGKILL)
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1 and "a worker process was killed" in stderr and "Traceback" not in stderr
 
     other = tmp_path / "other"
-    process = subprocess.Popen(command(corpus, other), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command(corpus, other, **tokenizer), stderr=subprocess.DEVNULL)
     wait_for(lambda: any((other / "records").glob("0*.json")) or process.poll() is not None)
     orphans = list(workers_of(process.pid))
     assert len(orphans) == 2
@@ -374,10 +378,8 @@ def test_it_starts_without_torch() -> None:
 def test_builtin_is_large_and_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
     for processes in (1, 2):
         out = tmp_path / str(processes)
-        assert (
-            prepare("builtin", out, processes=processes, vocab_size=8192, shard_bytes=64 << 20).returncode
-            == 0
-        )
+        options = {"tokenizer": "unigram", "vocab_size": 8192, "shard_bytes": 64 << 20}
+        assert prepare("builtin", out, processes=processes, **options).returncode == 0
     assert (tmp_path / "1" / "builtin.txt").stat().st_size > 5_000_000
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
