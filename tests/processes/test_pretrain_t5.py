@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
+import job_workers
 import pretrain_jobs as jobs
 import pytest
 import torch
 
+from forked import fork_process, free_port
 from shoal import record
 from shoal.data.manifest import Manifest
 from shoal.decide.order import ShuffledOrder
 from shoal.errors import EXIT_OK, EXIT_STOPPED
 from shoal.optim.lr_schedules import learning_rate
+from shoal.pipelining.api import pipeline
+from shoal.recipes import stages
 from shoal.recipes.export import export_model
 from shoal.recipes.t5 import ACCURACY, LOSS, T5Config, open_text
 from shoal.record import read_record
@@ -175,19 +180,55 @@ def test_with_8_bit_gradients_a_run_goes_on_in_another_layout(
     assert jobs.losses(other) == pytest.approx(found, rel=2e-2)
 
 
-def test_stages_in_fp16_are_the_run_of_one_worker(data: Path, whole_run: Path, tmp_path: Path) -> None:
-    """All stages follow one loss scale; where a stage begins, values of 16 bits are rounded elsewhere."""
-    runs = []
-    for number in (1, 2):
-        config = jobs.small_t5_config(
-            data, tmp_path / str(number), train={"precision": "fp16"}, parallel={"pipeline": number}
-        )
-        assert jobs.run(config, number) == [EXIT_OK] * number
-        runs.append([row for row in read_record(tmp_path / str(number)) if isinstance(row, record.Step)])
-    alone, staged = runs
+UNIT_ROUNDOFF = 2**-11
+"""Of fp16."""
+
+
+def _work_cut(config: T5Config, cut: int, rank: int, port: int) -> None:
+    """Be one of two workers, whose stages are not cut by measured times."""
+    stages.pipeline = partial(pipeline, cuts=(cut,))  # type: ignore[attr-defined]
+    job_workers.work(config, rank, 2, port)
+
+
+@pytest.fixture(scope="module")
+def fp16_steps(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[record.Step]:
+    """Steps of a run of one worker in fp16."""
+    config = jobs.small_t5_config(data, tmp_path_factory.mktemp("fp16") / "run", train={"precision": "fp16"})
+    assert jobs.run(config, 1) == [EXIT_OK]
+    return steps_of(config)
+
+
+def steps_of(config: T5Config) -> list[record.Step]:
+    assert config.run.dir is not None
+    return [row for row in read_record(config.run.dir) if isinstance(row, record.Step)]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(26, id="before a dropout in the encoder"),
+        pytest.param(46, id="within attention in the decoder", marks=pytest.mark.slow),
+        pytest.param(64, id="between layers of the decoder", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_in_fp16_are_the_run_of_one_worker(
+    cut: int, data: Path, whole_run: Path, fp16_steps: list[record.Step], tmp_path: Path
+) -> None:
+    """All stages follow one loss scale; where a stage begins, values of 16 bits are rounded elsewhere.
+
+    Of the units that were tried as begin of the second stage, the first is the worst: the first step's
+    norm differs by 2.5 roundoffs there and by 0.1 elsewhere, its loss by 0.02 and 0.04.
+    """
+    config = jobs.small_t5_config(
+        data, tmp_path / "run", train={"precision": "fp16"}, parallel={"pipeline": 2, "schedule": "1f1b"}
+    )
+    port = free_port()
+    workers = [fork_process(_work_cut, config, cut, rank, port) for rank in range(2)]
+    assert jobs.wait(workers) == [EXIT_OK] * 2
+    staged, alone = steps_of(config), fp16_steps
     assert [row.loss_scale for row in staged] == [row.loss_scale for row in alone] == [65_536.0] * LAST
     assert staged[0].loss == pytest.approx(alone[0].loss, rel=1e-4)
-    assert staged[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=1e-3)
+    assert staged[0].grad_norm == pytest.approx(alone[0].grad_norm, rel=4 * UNIT_ROUNDOFF)
     assert [row.loss for row in staged] == pytest.approx([row.loss for row in alone], rel=5e-3)
     exact = jobs.losses(whole_run)[1]
     assert alone[0].loss != exact and alone[0].loss == pytest.approx(exact, rel=1e-2)
