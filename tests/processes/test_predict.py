@@ -32,6 +32,7 @@ from shoal.models.tasks import QuestionAnswering
 from shoal.recipes import t5_written, using
 from shoal.record import Evaluation, read_record
 from shoal.train.checkpoint_files import list_checkpoints
+from shoal.train.run_dir import DESCRIPTION
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +470,15 @@ def test_the_commands_of_the_page(
     assert (tmp_path / "scored" / "predictions.json").read_bytes() == wanted
 
 
-def test_a_run_that_has_not_ended_is_refused(classify_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(classify_run, tmp_path / "run", ignore=shutil.ignore_patterns("transformers"))
-    with pytest.raises(UsageError, match="continue it to its end"):
-        using.find_trained(tmp_path / "run")
+def test_checkpoints_of_a_run_that_has_not_ended_predict_as_its_export(
+    squad_run: Path, classify_run: Path, t5_run: Path, predicted: Predicted, tmp_path: Path
+) -> None:
+    pairs = (classify_run.parent / "train.tsv").read_text().splitlines()[:9]
+    (tmp_path / "pairs.tsv").write_text("\n".join(pairs) + "\n")
+    for task, run in (("squad", squad_run), ("classify", classify_run), ("t5", t5_run)):
+        copy = shutil.copytree(run, tmp_path / task, ignore=shutil.ignore_patterns("transformers"))
+        file = squad_run.parent / "made.json" if task == "squad" else tmp_path / "pairs.tsv"
+        assert predicted(task, file, "--model", copy) == predicted(task, file, "--model", run)
+    shutil.rmtree(tmp_path / "classify" / DESCRIPTION)  # as before its first step
+    with pytest.raises(UsageError, match="not of a finetuning that has begun"):
+        using.find_trained(tmp_path / "classify")

@@ -10,6 +10,7 @@ import job_workers
 import pretrain_jobs as jobs
 import pytest
 import torch
+import use_jobs
 
 from forked import fork_process, free_port
 from shoal import record
@@ -106,6 +107,15 @@ def test_the_exported_model_scores_what_the_run_says(whole_run: Path, data: Path
         assert length == batch["input_ids"].shape[1]
     assert batch["labels"][0, 0] == tokenizer.convert_tokens_to_ids("<extra_id_0>")
     assert tokenizer.convert_tokens_to_ids("<extra_id_99>") == manifest.vocab_size
+
+
+def test_a_run_that_has_not_ended_writes_what_its_export_writes(whole_run: Path, tmp_path: Path) -> None:
+    copy = jobs.copy_without_end(whole_run, tmp_path / "run")
+    (tmp_path / "texts.txt").write_text("the <extra_id_0> moon\n")
+    asked = ("predict", "t5", tmp_path / "texts.txt", "--model")
+    (row,) = use_jobs.lines(tmp_path, *asked, copy)
+    assert [row] == use_jobs.lines(tmp_path, *asked, whole_run / "transformers")
+    assert "<extra_id_" in row["text"]  # a few steps teach that much
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import finetune_made as made
 from forked import fork_process, free_port, wait_for
 from shoal import record
 from shoal.errors import EXIT_OK, UsageError
+from shoal.recipes.using import check_samples
 from shoal.record import read_record
 from shoal.report.page import render
 from shoal.report.runs import load_runs
@@ -158,9 +159,18 @@ def _sizes() -> Any:
     return Sizes(global_batch_size=4)
 
 
+def test_samples_have_the_columns_of_the_run(tmp_path: Path) -> None:
+    rows, lines = made.write_texts(tmp_path / "rows.tsv", 4, seed=1), tmp_path / "lines.txt"
+    lines.write_text("sun moon\n")
+    config = made.texts_config(tmp_path, rows, tmp_path / "run", run={"samples": (rows, lines)})
+    check_samples("t5_classify", config)
+    with pytest.raises(UsageError, match="sentence1"):
+        check_samples("classify", made.classify_config(tmp_path, rows, (), rows, run={"samples": (rows,)}))
+
+
 def test_what_has_no_samples_is_refused(data: Path, tmp_path: Path) -> None:
-    assert "no checkpoint of squad before the run ends" in use_jobs.refused(
-        "finetune", "squad", "--run.samples", data.parent / "prompts.txt", "--run.dir", tmp_path / "squad"
+    assert "no checkpoint of mask_rcnn before the run ends" in use_jobs.refused(
+        "train", "mask_rcnn", "--run.samples", data.parent / "prompts.txt", "--run.dir", tmp_path / "found"
     )
     none = ("--run.samples", tmp_path / "none.txt", "--data.path", data, "--run.dir", tmp_path / "lm")
     refused = use_jobs.refused("train", "lm", *none)

@@ -296,7 +296,7 @@ def run_recipe(name: str, config: Any, launch: Launch, preset: str) -> int:
     if run.plan is not None and run.plan.exists():  # the first host alone needs it
         read_planned(run.plan)
     if run.samples and run.evaluate is None:
-        check_samples(name, run.samples, config.run.dir)
+        check_samples(name, config)
     command, settle = this_command(), None
     if worker_env() is None:
         from shoal.cli.fill_memory import settle_for, with_known_batches  # --help does without them

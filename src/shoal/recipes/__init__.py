@@ -364,6 +364,7 @@ Example: `shoal predict fill-mask --model runs/first --text 'The [MASK] is on th
     "t5": Recipe(
         config="T5Config",
         preset="base",
+        samples="t5",
         help="Pretrain T5: span corruption, on one device per replica or on a pipeline of several.",
         example="shoal train t5 --preset tiny --data.path runs/text --workers 4 --parallel.pipeline 2",
         details="Workers = --parallel.pipeline × --parallel.data; a run may continue in another layout.",
@@ -460,6 +461,7 @@ Example: `shoal evaluate mask_rcnn --model runs/detector --data runs/coco --work
     "squad": Recipe(
         config="SquadConfig",
         preset="bert",
+        samples="squad",
         help="Finetune on SQuAD 1.1 or 2.0 and answer the questions of an evaluation file.",
         group="finetune",
         example="shoal finetune squad --preset albert --model runs/first --data train.json --eval dev.json",
@@ -490,6 +492,7 @@ Example: `shoal evaluate squad --model runs/squad --data dev-v2.0.json --out sco
     "classify": Recipe(
         config="ClassifyConfig",
         preset="bert",
+        samples="classify",
         help="Finetune on sentences or pairs with labels: MNLI, any tab-separated, JSONL or Parquet file.",
         example="shoal finetune classify --model runs/first --data train.tsv --eval dev.tsv",
         group="finetune",
@@ -500,9 +503,9 @@ Example: `shoal evaluate squad --model runs/squad --data dev-v2.0.json --out sco
         predict=Command(
             name="classify",
             help="Label texts or pairs of texts.",
-            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives
-one input instead. A line of the output: {"id": 1, "label": "entailment", "probabilities": {"neutral": 0.1,
-…}}, or {"id": 1, "score": 3.2} of a model that learnt scores.
+            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels, or .txt with
+a text in each line; --text gives one input instead. A line of the output: {"id": 1, "label": "entailment",
+"probabilities": {"neutral": 0.1, …}}, or {"id": 1, "score": 3.2} of a model that learnt scores.
 
 Example: `shoal predict classify pairs.tsv --model runs/mnli --out labels.jsonl --workers 2`""",
             inputs="Files of texts.",
@@ -520,6 +523,7 @@ Example: `shoal evaluate classify pairs.tsv --model runs/mnli`""",
     "t5_classify": Recipe(
         config="T5ClassifyConfig",
         preset="t5",
+        samples="t5",
         help="Finetune T5 on sentences or pairs with labels, which it generates, or from text to text.",
         example="shoal finetune t5 --task mnli --model runs/t5 --data train.tsv --eval dev_matched.tsv",
         group="finetune",
@@ -537,8 +541,9 @@ Example: `shoal evaluate classify pairs.tsv --model runs/mnli`""",
         predict=Command(
             name="t5",
             help="Label texts with a finetuned T5, or generate texts.",
-            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels; --text gives
-one input instead. A line of the output: {"id": 1, "label": the likeliest, "probabilities": {…}}; with
+            details="""Files are .tsv (column names first), .jsonl or .parquet, without labels, or .txt with
+a text in each line; --text gives one input instead. A line of the output: {"id": 1, "label": the likeliest,
+"probabilities": {…}}; with
 --data.labels-by generation {"id": 1, "generated_label": "entailment"}, or null if the output is no label. A
 text-to-text model, and one that was not finetuned, generates {"id": 1, "text": …}. A model that was not
 finetuned reads the first text unchanged, or in the form of --data.task.

@@ -169,6 +169,7 @@ def main(config: ClassifyConfig, worker: WorkerEnv | None = None) -> int:
         optimizer = build_optimizer(model.named_parameters(), config.optim)
         loss_of = score_loss if config.data.scores else label_loss
         run.keep(model=model, optimizer=optimizer)
+        finetuning.keep_sizes(run, model, tokenizer)
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
@@ -423,13 +424,22 @@ class TextUse(Use):
             UsageError: a file cannot be read or is damaged.
         """
         from shoal.data.text.classify import ClassifyData, Columns, Example, read_texts
+        from shoal.data.text.fill_mask import read_lines
 
         text, labels = self.settings.text, self.labels
         if text is not None:
             examples = (Example(text, self.settings.second_text, 0),)
             return [ClassifyData(path=Path("--text"), labels=labels, examples=examples, numbers=(1,))]
         names = Columns(first=columns.first, second=columns.second or None)
-        return [read_texts(path, names, labels=labels, bad=columns.counter(path)) for path in inputs]
+
+        def read(path: Path) -> ClassifyData:
+            if path.suffix == ".txt":
+                examples = tuple(Example(line, None, 0) for line in read_lines(path))
+                numbers = tuple(range(1, len(examples) + 1))
+                return ClassifyData(path=path, labels=labels, examples=examples, numbers=numbers)
+            return read_texts(path, names, labels=labels, bad=columns.counter(path))
+
+        return [read(path) for path in inputs]
 
     def describe(self, data: "ClassifyData") -> str:
         return f"{data.path}: {len(data.examples):,} texts{left_out(data)}"

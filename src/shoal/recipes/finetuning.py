@@ -37,6 +37,7 @@ from shoal.train.config import (
     settings_lines,
 )
 from shoal.train.optim_config import OptimConfig, check_served, check_warmup
+from shoal.train.run_dir import keep_description
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -263,7 +264,22 @@ def make_plan(config: FinetuneConfig, *, num_sequences: int, num_workers: int) -
     return RunPlan(total_steps=total, batch=batch, schedule=schedule_of(rates, optim, total))
 
 
-# ------------------------------------------------------------------------------------------------- the end
+# ------------------------------------------------------------------------------------------------- files
+
+
+def keep_sizes(
+    run: "Run", model: "HasWeights", tokenizer: "Tokenizer", max_length: int | None = None
+) -> None:
+    """Write the model's sizes, labels and tokenizer into the run directory: checkpoints are used with them.
+
+    Args:
+        max_length: as for :func:`tokenizer_files`.
+    """
+    if run.directory is None or not run.world.is_main:
+        return
+    config = model.weights.config.to_json_string().encode()
+    files = {MODEL_CONFIG: config, **tokenizer_files(tokenizer, model, max_length)}
+    keep_description(run.directory, files.__getitem__, *files)
 
 
 def finish(run: "Run", model: "HasWeights", source: Path, max_length: int | None = None) -> int:

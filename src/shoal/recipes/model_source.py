@@ -14,7 +14,7 @@ from shoal.json_text import parse_json
 from shoal.models.text_config import HUB, num_positions
 from shoal.record import Start, read_record
 from shoal.train.config import load_toml, required
-from shoal.train.run_dir import CONFIG_FILE
+from shoal.train.run_dir import CONFIG_FILE, DESCRIPTION
 
 MODEL_CONFIG = "config.json"
 """File of an exported model, beside its weights."""
@@ -45,6 +45,14 @@ class ModelSource:
     """Exported model: the path itself, or the one that its run wrote at the end."""
 
     @property
+    def description(self) -> Path | None:
+        """The folder with the sizes and the tokenizer of a finetuned model, without weights."""
+        if self.run is None or not self._is_finetuned:
+            return None
+        folder = self.run / DESCRIPTION
+        return folder if (folder / MODEL_CONFIG).is_file() else None
+
+    @property
     def checkpoint(self) -> Path | None:
         """The run or checkpoint that has the weights, or ``None`` if :attr:`directory` has them.
 
@@ -59,8 +67,11 @@ class ModelSource:
     def _is_final(self) -> bool:
         if self.run is None or self.directory is None:
             return False
-        is_finetuned = "path" in load_toml(self.run / CONFIG_FILE).get("model", {})
-        return is_finetuned or self.directory.name == NETWORK
+        return self._is_finetuned or self.directory.name == NETWORK
+
+    @property
+    def _is_finetuned(self) -> bool:
+        return self.run is not None and "path" in load_toml(self.run / CONFIG_FILE).get("model", {})
 
 
 def find_model(path: Path, option: str = "--model", *, kinds: tuple[Kind, ...] = tuple(KINDS)) -> ModelSource:

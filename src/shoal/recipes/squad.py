@@ -142,6 +142,7 @@ def train(config: SquadConfig, source: Path, run: "Run") -> "tuple[QuestionAnswe
     run.compile(model, dynamic=True)
     optimizer = build_optimizer(model.named_parameters(), config.optim)
     run.keep(model=model, optimizer=optimizer)
+    finetuning.keep_sizes(run, model, tokenizer)
 
     # --------------------------------------------------------------------------------------------- evaluation
     def score() -> dict[str, float]:
@@ -568,7 +569,8 @@ class Answering(Use):
 def _version(settings: SquadPredictConfig, data: "SquadData") -> Literal["1.1", "2.0"]:
     if settings.rules != "auto":
         return settings.rules
-    run, has_answers = find_model(settings.model).run, any(question.answers for question in data.questions)
+    run = find_model(settings.model).run if settings.model.exists() else None  # samples: it has not begun
+    has_answers = any(question.answers for question in data.questions)
     scored_with_null = run is not None and (run / NULL_ODDS).is_file()
     return "2.0" if scored_with_null and not has_answers else data.version
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from tokenizers import Tokenizer
     from torch import Tensor, nn
 
     from shoal.data.manifest import Manifest
@@ -502,7 +503,7 @@ def verdict(scores: "Evaluation", reference: float) -> str:
 
 
 class Exporting(Use):
-    """Exports checkpoints; ``shoal predict t5`` uses the models."""
+    """Opens and exports checkpoints; ``shoal predict t5`` uses the models."""
 
     export_folder = TRANSFORMERS
 
@@ -511,21 +512,39 @@ class Exporting(Use):
         """Write a T5 one tensor at a time: it may be too large for this machine's memory."""
         import torch
 
-        from shoal.data.manifest import Manifest
-        from shoal.data.text.span_corruption import text_to_text_tokenizer
         from shoal.recipes.stages import write_stored
         from shoal.train.checkpoint import stored_model
 
-        run = find_run(source, "SOURCE")
-        data, (step, _), settings = description_in(run), stored_model(source), load_toml(run / CONFIG_FILE)
-        out, manifest = out or run / f"{TRANSFORMERS}-{step}", Manifest.load(data)
-        sizes = {name: value for name, value in settings["model"].items() if name != "checkpoint_path"}
+        run, (step, _) = find_run(source, "SOURCE"), stored_model(source)
         with torch.device("meta"):
-            model = make_model(T5ModelConfig(**sizes), manifest).to(dtype)
-        tokenizer = text_to_text_tokenizer(data / manifest.tokenizer.file, manifest.vocab_size)
-        files = tokenizer_files(tokenizer, model, settings["data"]["input_length"])
-        write_stored(source, model, out, files)
+            model, files = described_model(run)
+        out = out or run / f"{TRANSFORMERS}-{step}"
+        write_stored(source, model.to(dtype), out, files)
         return out
+
+    @classmethod
+    def open_checkpoint(cls, source: Path) -> "tuple[T5, Tokenizer]":
+        """Return the model of a checkpoint, and its tokenizer."""
+        from tokenizers import Tokenizer
+
+        from shoal.train.checkpoint import load_model
+
+        model, files = described_model(find_run(source, "--model"))
+        load_model(source, model)
+        return model, Tokenizer.from_buffer(files["tokenizer.json"])
+
+
+def described_model(run: Path) -> "tuple[T5, dict[str, bytes]]":
+    """Return a model of the sizes of a run, with random weights, and the files of its tokenizer."""
+    from shoal.data.manifest import Manifest
+    from shoal.data.text.span_corruption import text_to_text_tokenizer
+
+    data, settings = description_in(run), load_toml(run / CONFIG_FILE)
+    manifest = Manifest.load(data)
+    sizes = {name: value for name, value in settings["model"].items() if name != "checkpoint_path"}
+    model = make_model(T5ModelConfig(**sizes), manifest)
+    tokenizer = text_to_text_tokenizer(data / manifest.tokenizer.file, manifest.vocab_size)
+    return model, tokenizer_files(tokenizer, model, settings["data"]["input_length"])
 
 
 use = Exporting

@@ -32,7 +32,18 @@ from shoal.env.worker import WorkerEnv
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate, set_learning_rate
-from shoal.recipes import DryRun, Row, Sample, classify, finetuning, run_script, t5_written, token_ids, using
+from shoal.recipes import (
+    DryRun,
+    Row,
+    Sample,
+    classify,
+    finetuning,
+    run_script,
+    t5,
+    t5_written,
+    token_ids,
+    using,
+)
 from shoal.recipes.classify import (
     ClassifyDataConfig,
     EvaluateLabelsConfig,
@@ -41,7 +52,7 @@ from shoal.recipes.classify import (
     TextUse,
 )
 from shoal.recipes.finetuning import FinetuneConfig, FinetuneOptimConfig
-from shoal.recipes.model_source import TRANSFORMERS
+from shoal.recipes.model_source import TRANSFORMERS, ModelSource, find_model, recipe_of
 from shoal.recipes.prepared_text import tokenizer_files
 from shoal.recipes.source_tokenizer import read_source_tokenizer
 from shoal.recipes.t5_written import LOSS, Form, GenerationConfig, Search, SearchConfig, T5WordingConfig
@@ -204,6 +215,7 @@ def main(config: T5ClassifyConfig, worker: WorkerEnv | None = None) -> int:
             run.compile(model, dynamic=True, by_default=not config.model.activation_checkpointing)
         optimizer = build_optimizer(trained.named_parameters(), config.optim)
         run.keep(**(stage.kept() if stage is not None else {"model": model}), optimizer=optimizer)
+        finetuning.keep_sizes(run, model, tokenizer, config.data.max_seq_length)
 
         # ----------------------------------------------------------------------------------------- evaluation
         def score() -> None:
@@ -414,12 +426,22 @@ class Writing(TextUse):
     form: Form | None = None
     """That of the model, once it is read."""
 
+    @classmethod
+    def find(cls, path: Path) -> ModelSource:
+        source = find_model(path)
+        return source if _is_pretraining(source) else super().find(path)
+
     def read_model(self) -> None:
         from shoal.models.t5 import read_t5
 
-        model, directory = using.read_trained(self.settings.model, read_t5)
-        length = self.settings.data.max_seq_length
-        self.tokenizer = using.read_tokenizer(directory, "data.max_seq_length", length)
+        if _is_pretraining(source := find_model(self.settings.model)):
+            model, self.tokenizer = t5.use.open_checkpoint(required(source.checkpoint))
+        else:
+            model, directory = using.read_trained(
+                self.settings.model, lambda path, sizes_only: read_t5(path, from_scratch=sizes_only)
+            )
+            length = self.settings.data.max_seq_length
+            self.tokenizer = using.read_tokenizer(directory, "data.max_seq_length", length)
         self.model, self.form = model.to(self.world.device), t5_written.form_of(model)
         self.labels = self.form.labels
 
@@ -438,7 +460,15 @@ class Writing(TextUse):
         compute, size = (self.world, self.precision), self.settings.batch_size
         if not self.has_labels:
             search = form.searched(self.settings.generation)
-            return t5_written.written_texts(model, file, self.tokenizer, search, *compute, batch_size=size)
+            return t5_written.written_texts(
+                model,
+                file,
+                self.tokenizer,
+                search,
+                *compute,
+                batch_size=size,
+                keeps_sentinels=form.keeps_sentinels,
+            )
         if columns.labels_by == "likelihood":
             return t5_written.label_losses(model, file, *compute, batch_size=size)
         return t5_written.predicted_labels(model, file, "generation", *compute, batch_size=size)
@@ -492,6 +522,11 @@ class Writing(TextUse):
             return f"{named}{classify.left_out(data)}"
         predicted = t5_written.likeliest(outputs) if columns.labels_by == "likelihood" else outputs
         return self.label_scores(data, columns.names(self.labels), required(predicted), columns.accuracy)
+
+
+def _is_pretraining(source: ModelSource) -> bool:
+    """Return whether the weights are in a checkpoint of ``shoal train t5``."""
+    return source.checkpoint is not None and recipe_of(required(source.run)) == "t5"
 
 
 use = Writing

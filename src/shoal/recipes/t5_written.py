@@ -127,6 +127,8 @@ class Form:
     """Empty for a model that writes texts."""
     search: Search = Search(num_tokens=32)
     """By which it writes texts."""
+    keeps_sentinels: bool = False
+    """Texts keep the sentinels between their parts, as a model writes that was not finetuned."""
 
     def searched(self, settings: SearchConfig) -> Search:
         """Return the search of the settings; the model's values fill unset ones."""
@@ -169,7 +171,7 @@ def form_of(model: "T5") -> Form:
             length_penalty=float(task["length_penalty"]),
         )
         return Form(template=template, search=search)
-    return Form()
+    return Form(keeps_sentinels=True)
 
 
 def examples_of(
@@ -261,19 +263,25 @@ def written_texts(
     precision: "Precision",
     *,
     batch_size: int,
+    keeps_sentinels: bool = False,
 ) -> list[str] | None:
-    """Return the text that the model writes for each example, without special tokens.
+    """Return the text that the model writes for each example, without special tokens other than sentinels.
 
     Only the first worker has them; all workers call it.
     """
     tokens = written(model, file, search, world, precision, batch_size=batch_size)
     if tokens is None:
         return None
-    end_id, texts = model.weights.config.eos_token_id, []
+    sizes, texts = model.weights.config, []
+    end_id, pad_id = sizes.eos_token_id, sizes.pad_token_id
     for row in tokens.astype("int64"):
         ids = row.tolist()
         ids = ids[: ids.index(end_id)] if end_id in ids else ids
-        texts.append(tokenizer.decode(ids, skip_special_tokens=True))
+        texts.append(
+            tokenizer.decode(
+                [token for token in ids if token != pad_id], skip_special_tokens=not keeps_sentinels
+            )
+        )
     return texts
 
 

@@ -11,7 +11,7 @@ import codecs
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -223,7 +223,7 @@ def samples_command(recipe: str) -> str:
     return RECIPES[recipe].samples
 
 
-def check_samples(recipe: str, inputs: tuple[Path, ...], run_dir: Path) -> None:
+def check_samples(recipe: str, config: Any) -> None:
     """Check the inputs of ``run.samples`` before torch is imported.
 
     Raises:
@@ -234,7 +234,19 @@ def check_samples(recipe: str, inputs: tuple[Path, ...], run_dir: Path) -> None:
         (owner, each.predict) for owner, each in RECIPES.items() if each.predict and each.predict.name == name
     )
     use = command_use(owner, command)
-    use(use.Predict(model=run_dir)).read(inputs)
+    settings = use.Predict(model=config.run.dir)
+    use(replace(settings, **_shared_sections(settings, config))).read(config.run.samples)
+
+
+def _shared_sections(settings: Any, config: Any) -> dict[str, Any]:
+    """Return the sections of ``settings`` with the values of the same names in a run's ``config``."""
+    sections: dict[str, Any] = {}
+    for section in fields(settings):
+        own, theirs = getattr(settings, section.name), getattr(config, section.name, None)
+        if is_dataclass(own) and not isinstance(own, type) and is_dataclass(theirs):
+            names = {each.name for each in fields(own)} & {each.name for each in fields(theirs)}
+            sections[section.name] = replace(own, **{name: getattr(theirs, name) for name in names})
+    return sections
 
 
 def _say(use: Use, data: Any, world: "World") -> None:
@@ -257,22 +269,22 @@ def find_trained(path: Path) -> ModelSource:
     """Return the files of the language model in ``path``, with its sizes, labels and tokenizer.
 
     Raises:
-        UsageError: there is none, or it is of a run that has not ended.
+        UsageError: there is none, or it is of a run of pretraining that has not ended.
     """
     source = find_model(path)
-    if source.directory is None:
+    if source.directory is None and source.description is None:
         raise UsageError(
-            f"--model {path}: the run {source.run} has no folder {TRANSFORMERS}, which a finetuning writes "
-            "when it ends: continue it to its end, or finetune the pretrained model with `shoal finetune`"
+            f"--model {path}: the run {source.run} has no folder {TRANSFORMERS}, and is not of a finetuning "
+            "that has begun to train: finetune the pretrained model with `shoal finetune`"
         )
     return source
 
 
-def read_trained(source: Path, read: "Callable[[Path], Model]") -> "tuple[Model, Path]":
+def read_trained(source: Path, read: "Callable[[Path, bool], Model]") -> "tuple[Model, Path]":
     """Return the model of ``source``, and the directory of its tokenizer; on each worker.
 
     Args:
-        read: reads a transformers directory.
+        read: reads a transformers directory, with its weights or, if that is true, of its sizes alone.
 
     Raises:
         UsageError: no such model is there.
@@ -282,8 +294,8 @@ def read_trained(source: Path, read: "Callable[[Path], Model]") -> "tuple[Model,
     from shoal.train.checkpoint import load_model
 
     trained = find_trained(source)
-    directory = resolve(required(trained.directory))
-    model = read(directory)
+    directory = resolve(required(trained.directory or trained.description))
+    model = read(directory, trained.directory is None)
     if trained.checkpoint is not None:
         load_model(trained.checkpoint, model)
     return model, directory
@@ -298,8 +310,10 @@ def read_task_model(kind: "type[Task]", source: Path) -> "tuple[Task, Path]":
     """
     from shoal.models.tasks import load_task_model
 
-    model, directory = read_trained(source, lambda path: load_task_model(kind, path))
-    if model.new_parts:
+    model, directory = read_trained(
+        source, lambda path, sizes_only: load_task_model(kind, path, from_scratch=sizes_only)
+    )
+    if model.new_parts and find_trained(source).directory is not None:
         raise UsageError(
             f"--model {source} was not trained for this task (it has no {model.new_parts[0]}): finetune it "
             "first"

@@ -63,7 +63,7 @@ def test_a_model_keeps_the_form_of_its_finetuning(tmp_path: Path) -> None:
         Form(template="{second} {first}", labels=("no", "yes")),
     ):
         model = read_t5(directory, on_meta=True)
-        assert form_of(model) == Form()
+        assert form_of(model) == Form(keeps_sentinels=True)
         with pytest.raises(UsageError, match="was not finetuned on labels"):
             require_labels(directory, model)
         set_form(model, "some", form)
