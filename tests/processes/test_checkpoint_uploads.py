@@ -6,7 +6,9 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,85 @@ def test_an_older_job_stops_uploading(store: Any, tmp_path: Path, capfd: pytest.
     assert complete_steps(store) == [1]
 
 
+# ---- exports ----------------------------------------------------------------------------------------------
+
+
+def stored(bucket: Any, folder: str = "") -> dict[str, bytes]:
+    """Return the objects of the run below a folder, by name."""
+    found = bucket.objects.filter(Prefix=f"runs/mine/{folder}")
+    return {entry.key.removeprefix("runs/mine/"): entry.get()["Body"].read() for entry in found}
+
+
+def write_export(run_dir: Path, files: dict[str, bytes]) -> None:
+    shutil.rmtree(run_dir / "transformers", ignore_errors=True)
+    for name, data in files.items():
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / name).write_bytes(data)
+
+
+def test_what_the_export_wrote_is_uploaded_and_replaces_an_older_one(store: Any, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run = opened(run_dir)
+    (run_dir / "notes.txt").write_bytes(b"of before")
+    for step, files in (
+        (
+            3,
+            {"transformers/config.json": b"{}", "transformers/part-1": b"one", "transformers/part-2": b"two"},
+        ),
+        (
+            6,
+            {
+                "transformers/config.json": b"{}",
+                "transformers/whole": os.urandom(130_000),
+                "scores.json": b"[]",
+            },
+        ),
+    ):
+        with run.uploaded_export(step):
+            write_export(run_dir, files)
+        found = stored(store)
+        mark = json.loads(found.pop("transformers/complete.json"))
+        del found["owner"]
+        assert found == files
+        sums = {each["name"]: (each["num_bytes"], int(each["crc32"], 16)) for each in mark["files"]}
+        inside = {Path(name).name: data for name, data in files.items() if "/" in name}
+        assert mark["step"] == step
+        assert sums == {name: (len(data), zlib.crc32(data)) for name, data in inside.items()}
+
+
+def test_an_export_whose_upload_fails_has_no_mark_and_a_line_says_so(
+    store: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    run = opened(run_dir)
+    with run.uploaded_export(3):
+        write_export(run_dir, {"transformers/config.json": b"{}", "transformers/weights": b"old"})
+    assert "transformers/complete.json" in stored(store)
+
+    def refuse(self: Any, name: str, path: Path) -> None:
+        if path.name == "weights":
+            raise ShoalError("made so")
+        self.put(name, path.read_bytes())
+
+    monkeypatch.setattr(objects_s3.S3Objects, "put_file", refuse)
+    with run.uploaded_export(6):
+        write_export(run_dir, {"transformers/config.json": b"{}", "transformers/weights": b"new"})
+    assert "the exported model was not uploaded: made so; it is on this host's disk" in capfd.readouterr().err
+    assert set(stored(store, "transformers/")) <= {"transformers/config.json"}  # nothing to take for whole
+    assert (run_dir / "transformers/weights").read_bytes() == b"new"
+
+
+def test_an_older_job_does_not_replace_the_export(
+    store: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    old = opened(tmp_path / "old")
+    opened(tmp_path / "new")
+    with old.uploaded_export(3):
+        write_export(tmp_path / "old", {"transformers/config.json": b"{}"})
+    assert "another job has begun to upload there" in capfd.readouterr().err
+    assert stored(store, "transformers/") == {}
+
+
 # ---- kills ------------------------------------------------------------------------------------------------
 
 
@@ -245,5 +326,14 @@ def test_a_killed_run_on_text_of_the_store_goes_on_in_an_empty_directory(store: 
     if newest:
         (resumed,) = [row for row in read_record(tmp_path / "second") if isinstance(row, Resume)]
         assert resumed.step == newest and resumed.path.startswith(f"{LOCATION}/checkpoints/")
-    record = store.Object("runs/mine/record.jsonl").get()["Body"].read()
-    assert record == (tmp_path / "second/record.jsonl").read_bytes()
+    objects = stored(store)
+    assert objects["record.jsonl"] == (tmp_path / "second/record.jsonl").read_bytes()
+    exported = {
+        f"transformers/{path.name}": path.read_bytes()
+        for path in (tmp_path / "second/transformers").iterdir()
+    }
+    assert exported == {
+        name: data
+        for name, data in objects.items()
+        if name.startswith("transformers/") and "complete" not in name
+    }

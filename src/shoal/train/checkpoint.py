@@ -29,7 +29,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -240,6 +240,20 @@ class Checkpointer:
                 self._uploads.put_run_files()
             except ShoalError as error:
                 sys.stderr.write(f"the record was not uploaded: {error}\n")
+
+    @contextlib.contextmanager
+    def uploaded_export(self, step: int) -> Iterator[None]:
+        """Upload what the body writes into the run directory; a failure is a line.
+
+        Only the first worker calls it.
+        """
+        before = self._uploads.export_files() if self._uploads is not None else {}
+        yield
+        if self._uploads is not None:
+            try:
+                self._uploads.put_export(step, before)
+            except ShoalError as error:
+                sys.stderr.write(f"the exported model was not uploaded: {error}; it is on this host's disk\n")
 
     def restore(self, state: Mapping[str, Any], *, held: Held = parameters_of) -> Restored | None:
         """Load the newest undamaged checkpoint into ``state``, the same one on all workers.

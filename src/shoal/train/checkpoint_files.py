@@ -114,6 +114,11 @@ def is_checkpoint(path: Path) -> bool:
     return path.is_dir() and _NAME.fullmatch(path.name) is not None
 
 
+def is_named(path: Path) -> bool:
+    """Return whether a folder has the name of a checkpoint, temporary or final; exports have others."""
+    return (_NAME.fullmatch(path.name) or _UNNAMED.fullmatch(path.name)) is not None
+
+
 def step_of(path: Path) -> int:
     """Return the step in the name of a checkpoint's folder, temporary or final.
 
@@ -225,6 +230,15 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def describe_file(path: Path) -> WrittenFile:
+    """Return the size and checksum of a file."""
+    checksum = num_bytes = 0
+    with path.open("rb") as file:
+        while piece := file.read(_CHUNK_BYTES):
+            checksum, num_bytes = zlib.crc32(piece, checksum), num_bytes + len(piece)
+    return WrittenFile(name=path.name, num_bytes=num_bytes, crc32=f"{checksum:08x}")
+
+
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> WrittenFile:
     """Write ``pieces`` to ``path``, computing the checksum in the same pass, and flush it to disk.
 
@@ -309,7 +323,7 @@ def find_damage(path: Path, *, part: int = 0, num_parts: int = 1) -> str | None:
 
 
 def listed_files(path: Path) -> tuple[list[WrittenFile], str | None]:
-    """Return the files that ``complete.json`` in a folder lists, and its damage.
+    """Return the files that ``complete.json`` in a folder lists, of a checkpoint or an export; its damage.
 
     Raises:
         ShoalError: the checkpoint is of another format, so it is not damaged and must not be skipped.
@@ -320,7 +334,7 @@ def listed_files(path: Path) -> tuple[list[WrittenFile], str | None]:
         files = [WrittenFile(**file) for file in record["files"]]
         if stored != _crc32_of(record):
             return [], f"{COMPLETE} has the checksum {_crc32_of(record)} instead of {stored}"
-        if record["step"] != step_of(path):
+        if is_named(path) and record["step"] != step_of(path):
             return [], f"{COMPLETE} is of step {record['step']}"
         version = int(record["format"])
     except FileNotFoundError:
@@ -399,20 +413,17 @@ def _crc32_of(record: dict[str, Any]) -> str:
 
 
 def _file_damage(path: Path, expected: WrittenFile) -> str | None:
-    checksum = 0
     try:
-        with (path / expected.name).open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes != expected.num_bytes:
-                return f"{expected.name} has {num_bytes} bytes instead of {expected.num_bytes}"
-            while piece := file.read(_CHUNK_BYTES):
-                checksum = zlib.crc32(piece, checksum)
+        num_bytes = (path / expected.name).stat().st_size
+        if num_bytes != expected.num_bytes:
+            return f"{expected.name} has {num_bytes} bytes instead of {expected.num_bytes}"
+        checksum = describe_file(path / expected.name).crc32
     except FileNotFoundError:
         return f"{expected.name} is missing"
     except OSError as error:
         return f"{expected.name} cannot be read: {error.strerror}"
-    if f"{checksum:08x}" != expected.crc32:
-        return f"{expected.name} has the checksum {checksum:08x} instead of {expected.crc32}"
+    if checksum != expected.crc32:
+        return f"{expected.name} has the checksum {checksum} instead of {expected.crc32}"
     return None
 
 

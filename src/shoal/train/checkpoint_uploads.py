@@ -6,6 +6,8 @@ Below the location of the run are
   written twice, so one with ``complete.json`` is complete. The number is the time at which it began;
 - ``record.jsonl``, ``config.toml``, ``checkpoints/best-step`` and the folder of the data's description, as
   they were at the last upload;
+- what the export at the run's end wrote; each folder of it, such as ``transformers``, with a
+  ``complete.json`` of its own, written last;
 - ``owner``: who uploads. A job that begins puts its own name there, and the one before it then stops.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from shoal import record
@@ -28,6 +30,10 @@ from shoal.train.run_dir import CONFIG_FILE, DESCRIPTION
 _OWNER = "owner"
 _BEST = f"{FOLDER}/{files.BEST}"
 _RUN_FILES = (CONFIG_FILE, record.FILE_NAME, _BEST)
+_OF_OTHERS = (FOLDER, "owner", "tensorboard")
+"""Folders of a run directory to which an export does not write, but others do meanwhile."""
+Stamps = dict[Path, tuple[int, int]]
+"""The inode and time of files."""
 _NAME = re.compile(rf"{FOLDER}/(step-(\d{{8,}})\.[0-9a-f]{{16}})/([^/]+)")
 
 
@@ -116,13 +122,51 @@ class Uploads:
                     data = data[: data.rfind(b"\n") + 1]
                 self._objects.put(str(path.relative_to(self._run_dir)), data)
 
-    def fetch_run_files(self) -> None:
-        """Bring the settings, the record and the description into a run directory that has no record.
+    def export_files(self) -> Stamps:
+        """Return the files of the run directory that an export may write, to see later which it wrote."""
+        return dict(sorted(self._export_files()))
+
+    def _export_files(self) -> Iterator[tuple[Path, tuple[int, int]]]:
+        for path in self._run_dir.rglob("*"):
+            name = path.relative_to(self._run_dir)
+            if name.parts[0] not in _OF_OTHERS and str(name) not in _RUN_FILES and path.is_file():
+                yield path, ((state := path.stat()).st_ino, state.st_mtime_ns)
+
+    def put_export(self, step: int, before: Stamps) -> None:
+        """Upload what the export at the run's end wrote: what :meth:`export_files` did not return before.
+
+        Raises:
+            ShoalError: another job uploads, or the store fails.
+        """
+        self._require()
+        wrote = [path for path, stamp in self.export_files().items() if before.get(path) != stamp]
+        names = {path: str(path.relative_to(self._run_dir)) for path in wrote}
+        folders = sorted({path.parent for path in wrote} - {self._run_dir})
+        for folder in folders:  # an older one is absent before parts of it are replaced
+            old = self._objects.names(f"{folder.relative_to(self._run_dir)}/")
+            self._objects.remove(sorted(old, key=lambda name: Path(name).name != COMPLETE))
+        for path, name in names.items():
+            self._objects.put_file(name, path)
+        for folder in folders:
+            listed = [files.describe_file(path) for path in wrote if path.parent == folder]
+            mark = f"{folder.relative_to(self._run_dir)}/{COMPLETE}"
+            self._objects.put(mark, files.mark_of(step, listed))
+
+    def exports(self) -> list[str]:
+        """Return the names of the folders that the export at the run's end wrote."""
+        marks = [Path(name) for name in self._objects.names() if Path(name).name == COMPLETE]
+        return [mark.parent.name for mark in marks if len(mark.parts) == 2]
+
+    def fetch_run_files(self, *, again: bool = False) -> None:
+        """Bring the settings, the record and the description into the run directory.
+
+        Args:
+            again: even if there is a record.
 
         Raises:
             ShoalError: the store cannot be read, or the directory cannot be written.
         """
-        if (self._run_dir / record.FILE_NAME).exists():
+        if (self._run_dir / record.FILE_NAME).exists() and not again:
             return
         for name in self._objects.names():
             is_description = Path(name).parent == Path(DESCRIPTION) and Path(name).name not in ("", "..")
@@ -138,16 +182,46 @@ class Uploads:
             ShoalError: it cannot be read, or is damaged.
         """
         final = files.checkpoint_path(self._run_dir, files.step_in(name))
+        return self._fetch(f"{FOLDER}/{name}", final, self._mark(f"{FOLDER}/{name}"))
+
+    def bring(self, name: str) -> Path:
+        """Bring a copy, or a folder of the export, as :meth:`fetch`, unless it is there; check its files.
+
+        Other checkpoints in the run directory are deleted.
+
+        Raises:
+            ShoalError: it cannot be read, or is damaged.
+        """
+        is_export = _NAME.fullmatch(f"{FOLDER}/{name}/{COMPLETE}") is None
+        below = name if is_export else f"{FOLDER}/{name}"
+        final = (
+            self._run_dir / name if is_export else files.checkpoint_path(self._run_dir, files.step_in(name))
+        )
+        mark, own = self._mark(below), final / COMPLETE
+        if own.is_file() and own.read_bytes() == mark:
+            return final
+        self._fetch(below, final, mark)
+        if damage := files.find_damage(final):
+            files.remove_checkpoint(final)
+            raise ShoalError(f"{self._objects.uri(below)} is damaged: {damage}; upload it again")
+        for other in files.list_checkpoints(self._run_dir):
+            if other != final and not is_export:
+                files.remove_checkpoint(other)
+        return final
+
+    def _mark(self, below: str) -> bytes:
+        return self._objects.get(f"{below}/{COMPLETE}")
+
+    def _fetch(self, below: str, final: Path, mark: bytes) -> Path:
         partial = files.fetched_path(final)
         files.remove_folder(partial)
         partial.mkdir(parents=True)
-        mark = self._objects.get(f"{FOLDER}/{name}/{COMPLETE}")
         (partial / COMPLETE).write_bytes(mark)
         listed, damage = files.listed_files(partial)
         if damage is not None:
             raise ShoalError(damage)
         for file in listed:
-            parts = self._objects.parts(f"{FOLDER}/{name}/{file.name}", file.num_bytes)
+            parts = self._objects.parts(f"{below}/{file.name}", file.num_bytes)
             files.write_file(partial / file.name, parts)
         sync_folder(partial)
         files.remove_checkpoint(final)

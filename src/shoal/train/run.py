@@ -34,7 +34,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -814,7 +814,9 @@ class Run:
             scored = self._evaluations.load_best(self.step, self._kept, self.log)
             if self.log:
                 if export and self._settings.output.save:
-                    export(directory)
+                    saved = self._checkpointer
+                    with saved.uploaded_export(self.step) if saved is not None else nullcontext():
+                        export(directory)
                 last = self._evaluations.last(scored)
                 seconds, scores = time.monotonic() - self._began, final_scores(last)
                 self.log.progress.say(self._speed.line(self.world.num_workers, self._settings.unit))
