@@ -70,15 +70,17 @@ PRELOADED = [
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
 _any = random.SystemRandom()
+_RENEWED = ("AWS_", "XDG_CACHE_HOME")
 
 
 def fork_process(function: Callable[..., None], *args: Any, daemon: bool = False) -> BaseProcess:
     """Start ``function(*args)`` in a process of its own, which may have children unless it is a daemon.
 
-    Its environment is that of the server, which began with the first such process; settings of S3 are new.
+    Its environment is that of the server, which began with the first such process; settings of S3 and the
+    folder of caches are new.
     """
     start_server()
-    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    settings = {name: value for name, value in os.environ.items() if name.startswith(_RENEWED)}
     process = _context.Process(target=_begin, args=(function, args, settings), daemon=daemon)
     process.start()
     return process
@@ -100,7 +102,7 @@ def start_server() -> None:
 def _begin(function: Callable[..., None], args: tuple[Any, ...], settings: dict[str, str]) -> None:
     import torch
 
-    for name in [each for each in os.environ if each.startswith("AWS_")]:
+    for name in [each for each in os.environ if each.startswith(_RENEWED)]:
         del os.environ[name]
     os.environ.update(settings)
     torch.set_num_threads(1)  # renews torch 2.11's pool, for which autograd's threads race after a fork

@@ -27,10 +27,10 @@ def export(
     Parameters
     ----------
     source
-        A run directory (its best or newest checkpoint), or one of its checkpoints; for --onnx also a
-        directory written by an export or a finetuning.
+        A run directory (its best or newest checkpoint), or one of its checkpoints, also at s3:// or gs://;
+        for --onnx also a directory written by an export or a finetuning.
     out
-        Output directory; default: transformers-STEP or model-STEP in the run directory.
+        Output directory; default: transformers-STEP or model-STEP in the run directory, if it is a folder.
     onnx
         Output file of the ONNX model. An existing export of the run, such as a finetuned model, is reused.
     precision
@@ -39,7 +39,11 @@ def export(
     if onnx is not None and precision != "fp32":
         raise UsageError(f"--onnx is written in fp32: leave out --precision {precision}, or leave out --onnx")
     from shoal.recipes.model_source import find_model
+    from shoal.recipes.uploaded_runs import is_uploaded, local_model, location_of
 
+    if is_uploaded(source) and out is None and onnx is None:
+        raise UsageError(f"{location_of(source)} lies in an object store: name a folder with --out")
+    source = local_model(source, checkpoint=onnx is None)
     # a wrong path is refused at once, before torch is imported
     find_model(source, "SOURCE", kinds=("run", "checkpoint", "export") if onnx else ("run", "checkpoint"))
     if onnx is None:
@@ -59,26 +63,35 @@ def report(*runs: Path, out: Path | None = None, json: bool = False) -> None:
     Parameters
     ----------
     runs
-        Run directories.
+        Run directories, or s3:// or gs://BUCKET/PREFIX of runs that --run.upload-to uploaded.
     out
-        Output file; default: report.html in the first run's directory.
+        Output file; default: report.html in the first run's directory, if it is a folder.
     json
         Print state, settings, times and last scores of the runs as JSON; the page is written with --out only.
     """
-    from shoal.record import record_of
+    from shoal.recipes.uploaded_runs import is_uploaded, local_record, location_of
+    from shoal.record import Row, read_record, record_of
 
-    for run in runs:
-        record_of(run)  # a wrong path is said at once, before what draws is imported
+    if runs and is_uploaded(runs[0]) and out is None and not json:
+        raise UsageError(f"{location_of(runs[0])} lies in an object store: name a file with --out")
+    named = [location_of(run) if is_uploaded(run) else run for run in runs]
+    folders = {name: local_record(run) for name, run in zip(named, runs, strict=True)}
+    for folder in folders.values():
+        record_of(folder)  # a wrong path is said at once, before what draws is imported
+
+    def read(name: Path | str) -> list[Row]:
+        return read_record(folders[name])
+
     if json and runs:
         from shoal.report.runs import load_runs
         from shoal.report.summary import summary
 
-        print(json_document({"runs": [summary(run) for run in load_runs(runs)]}))
+        print(json_document({"runs": [summary(run) for run in load_runs(named, read)]}))
         if out is None:
             return
     from shoal.report.page import write_report
 
-    page = write_report(runs, out)
+    page = write_report(named, out, read)
     print(page, file=sys.stderr if json else sys.stdout)
 
 

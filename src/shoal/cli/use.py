@@ -18,10 +18,11 @@ from cyclopts import App, Group, Parameter
 from shoal.cli.settings import this_command
 from shoal.data.bad_entries import MOST_BAD, OnBad
 from shoal.env.worker import WorkerEnv
-from shoal.errors import EXIT_OK, UsageError
+from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.recipes import RECIPES, Command, command_use, using
 from shoal.recipes.model_source import find_run, recipe_of
 from shoal.recipes.start import Launch, start
+from shoal.recipes.uploaded_runs import is_uploaded, local_model, location_of
 from shoal.recipes.using import PrecisionName
 from shoal.train.config import REQUIRED, DistributedConfig, load_toml
 from shoal.train.run_dir import CONFIG_FILE
@@ -65,12 +66,12 @@ def _command_for(recipe: str, group: str, texts: Command) -> Callable[..., int]:
     ) -> int:
         if texts.model:  # the only argument
             settings, inputs = replace(settings, model=inputs[0]), ()
-        job = use(settings)
+        job = use(_with_local_model(settings))
         if not is_prediction and (scores := job.score_files()) is not None:
             print(scores)
             return EXIT_OK
         return _run(
-            settings,
+            job.settings,
             launch,
             check=lambda: check(job, inputs),
             work=lambda world, precision: compute(job, inputs, world, precision),
@@ -91,6 +92,12 @@ def _command_for(recipe: str, group: str, texts: Command) -> Callable[..., int]:
     return command
 
 
+def _with_local_model(settings: Any) -> Any:
+    """Return settings whose model is on this machine."""
+    is_remote = is_uploaded(settings.model)
+    return replace(settings, model=local_model(settings.model)) if is_remote else settings
+
+
 def _run(
     settings: Any, launch: Launch, *, check: Callable[[], list[str]], work: Callable[[Any, Any], None]
 ) -> int:
@@ -99,10 +106,15 @@ def _run(
     def join(worker: WorkerEnv) -> int:
         from shoal.train.backends import Purpose
         from shoal.train.model_setup import agree_on_precision
-        from shoal.train.world import join_world
+        from shoal.train.world import join_world, run_on_all
 
         predicts = Purpose(averages=False)
         with join_world(worker, DistributedConfig(device=settings.device), predicts) as world:
+            models = run_on_all(world.control, lambda: settings.model.name)
+            if len(set(models)) > 1:  # the run uploaded another checkpoint while they began
+                raise UsageError(
+                    f"workers read different checkpoints ({', '.join(models)}): name one of them"
+                )
             name = settings.precision_on(world.device.type)
             work(world, agree_on_precision(name, world, no_fp16=settings.refuses_fp16))
         return EXIT_OK
@@ -123,8 +135,8 @@ def _settings_of_the_run(
     if "--model" not in options or commands[-1] not in uses:
         return
     try:
-        run_dir = command_use(*uses[commands[-1]]).find(Path(options["--model"])).run
-    except UsageError:  # the command itself refuses it
+        run_dir = command_use(*uses[commands[-1]]).find(local_model(Path(options["--model"]))).run
+    except ShoalError:  # the command itself refuses it
         return
     if run_dir is None:
         return
@@ -204,6 +216,7 @@ def predict_checkpoint(
     device
         Device; auto: one GPU if there is one, else the CPU.
     """
+    checkpoint = local_model(checkpoint, checkpoint=True)
     name = recipe_of(find_run(checkpoint, "CHECKPOINT"))
     words = ["predict", using.samples_command(name), *inputs, "--model", checkpoint, "--device", device]
     words += [] if out is None else ["--out", out]
@@ -236,6 +249,9 @@ def evaluate_checkpoint(
     """
     from shoal.train.checkpoint_files import newest_or_best
 
+    if is_uploaded(checkpoint) and out is None:
+        raise UsageError(f"{location_of(checkpoint)} lies in an object store: name a folder with --out")
+    checkpoint = local_model(checkpoint, checkpoint=True)
     run = run or find_run(checkpoint, "CHECKPOINT")
     chosen = newest_or_best(checkpoint)
     if chosen is None:

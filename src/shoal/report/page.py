@@ -7,21 +7,22 @@ from pathlib import Path
 
 from shoal.atomic_io import write_atomically
 from shoal.errors import UsageError
-from shoal.record import PipelineStep
+from shoal.record import PipelineStep, read_record
 from shoal.report import charts, plots, tables
 from shoal.report.pipeline_timeline import draw_pipeline_step
-from shoal.report.runs import RecordedRun, load_runs
+from shoal.report.runs import Read, RecordedRun, load_runs
 from shoal.report.templates import fill_template
 from shoal.report.timeline import timeline
 
 FILE_NAME = "report.html"
 
 
-def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write one self-contained HTML page about one or several run directories and return its path.
+def write_report(runs: Sequence[Path | str], out: Path | None = None, read: Read = read_record) -> Path:
+    """Write one self-contained HTML page about one or several runs and return its path.
 
     The page contains its style and figures; it needs neither a network nor JavaScript. The default path is in
-    the first run's directory. An older page is replaced atomically.
+    the first run's directory. An older page is replaced atomically. ``runs`` and ``read`` are those of
+    :func:`~shoal.report.runs.load_runs`.
 
     Raises:
         UsageError: ``runs`` is empty.
@@ -29,8 +30,8 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """
     if not runs:
         raise UsageError("a report needs at least one run directory: shoal report RUN [RUN…]")
-    target = out if out is not None else runs[0] / FILE_NAME
-    write_atomically(target, render(load_runs(runs)).encode())
+    target = out if out is not None else Path(runs[0]) / FILE_NAME
+    write_atomically(target, render(load_runs(runs, read)).encode())
     return target
 
 

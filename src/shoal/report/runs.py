@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,7 +70,8 @@ class RecordedRun:
     """One run's record; each list is in the order of time."""
 
     name: str
-    path: Path
+    path: Path | str
+    """Directory of the run, or its location in an object store."""
     rows: Sequence[Row]
 
     @cached_property
@@ -150,13 +151,21 @@ class RecordedRun:
         return max((step.peak_memory_bytes for step in self.steps), default=0)
 
 
-def load_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+Read = Callable[[Any], list[Row]]
+"""Returns the rows of a run by its path."""
+
+
+def load_runs(paths: Sequence[Path | str], read: Read = read_record) -> list[RecordedRun]:
     """Read the records of several runs; runs of the same name get their directories as suffix.
+
+    Args:
+        paths: directories of runs, or their locations elsewhere.
+        read: reads a record.
 
     Raises:
         ShoalError: a directory has no readable record, or a record without a start.
     """
-    records = [(path, read_record(path)) for path in paths]
+    records = [(path, read(path)) for path in paths]
     names: list[str] = []
     for path, rows in records:
         first = next((row for row in rows if isinstance(row, Start)), None)
