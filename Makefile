@@ -16,6 +16,7 @@ QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
 # Whole files: what a file's tests share is made once. Of all tests three at a time on two cores: those of processes
 # wait for much of their time. The longest file of tests/real, which waits for slow links, begins.
 FILES   := --dist loadfile --no-loadscope-reorder
+REAL     = tests/real/test_slurm_training.py $(filter-out %/test_slurm_training.py,$(sort $(wildcard tests/real/test_*.py)))
 # Keep compiled modules where an image's environment forbids it: a process that compiles torch's starts seconds later.
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.inc' -o -name '*.map')
@@ -70,7 +71,7 @@ test-core: $(STAMP)  ## the C++ tests under address-, undefined-behaviour and th
 	wait $$tsan; tsan=$$?; cat build/core-tsan/tests.txt; exit $$((asan + tsan))
 
 test-real: wheels  ## the tests with what the real world brings: a wheel in fresh environments, Slurm
-	$(BIN)/pytest -m 'not slow' -n 2 $(FILES) tests/real/test_slurm_training.py tests/real
+	$(BIN)/pytest -m 'not slow' -n 2 $(FILES) $(REAL)
 
 test-all: $(STAMP) wheels-all  ## all tests, the complete matrices too; then the quick ones on the oldest torch
 	$(BIN)/pytest --ignore=tests/site -n 3 $(FILES)

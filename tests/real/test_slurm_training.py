@@ -173,7 +173,7 @@ def test_eight_slots_give_the_bits_of_one(slurm: SlurmCluster) -> None:
 
 
 def interrupt(job: Job, *, slots: int, trained: int) -> None:
-    """After ``trained`` steps of each start but the last, preempt it or tell it of its time limit, in turn."""
+    """After ``trained`` steps of each start but the last, preempt it or limit its time, in turn."""
     urgent = (
         "sbatch",
         "--parsable",
