@@ -138,7 +138,7 @@ def _pass_alone(config: pytest.Config) -> bool:
     """Try failed tests again where all of them start processes; return whether they pass."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     names = sorted({report.nodeid for kind in ("failed", "error") for report in reporter.stats.get(kind, [])})
-    several_processes = all(name.startswith("tests/processes/") for name in names)
+    several_processes = all(name.startswith(("tests/processes/", "tests/real/")) for name in names)
     if not names or len(names) > _MOST_AGAIN or not several_processes:
         return False
     command = [sys.executable, "-m", "pytest", "-q", *names]
