@@ -23,7 +23,7 @@ NOT_FOR_CHILDREN = ("PYTHONPATH", "VIRTUAL_ENV", "RANK", "WORLD_SIZE")
 
 
 def environment(name: str, extra: str, *packages: str) -> Path:
-    """Return the interpreter of an environment with the wheel; make it once per wheel, whoever asks.
+    """Return the interpreter of an environment with the wheel, made once per wheel, under a lock.
 
     Args:
         name: of its folder in ``build``.

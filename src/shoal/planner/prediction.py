@@ -87,7 +87,7 @@ class Training:
     start_s: float = START_S
     """From starting the hosts' processes to the first step: communicators, compilation."""
     data: StoredData | None = None
-    """Is read before the first step; None: the data are on the hosts."""
+    """Data that are read before the first step; None: they are on the hosts."""
     checkpoint_every_steps: int | None = CHECKPOINT_EVERY_STEPS
     shard_optimizer: bool = False
     """The settings divide the optimizer's state over the replicas; else it is divided where it must be."""
