@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool/%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/run/controller.pid
 SlurmdPidFile={folder}/run/%n.pid
 SlurmctldLogFile={folder}/log/controller.log
@@ -67,9 +68,11 @@ class SlurmCluster:
         self._workers = workers
         self._hosts = Cluster(hosts=self.num_nodes + 1, nic=nic)
         self._controller = self.num_nodes
+        # Of its own: the path of a socket has at most 107 characters, and Slurm adds the node's name twice.
+        self._spool = tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Self:
-        for name in ("munge", "state", "spool", "run", "log"):
+        for name in ("munge", "state", "run", "log"):
             (self.folder / name).mkdir(parents=True)
         self._hosts.__enter__()
         try:
@@ -80,12 +83,13 @@ class SlurmCluster:
                 self.start_node(node)
             self.await_true(lambda: self.idle_nodes() == self.num_nodes)
         except BaseException:
-            self._hosts.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self._hosts.close()
+        self._spool.cleanup()
 
     def name(self, node: int) -> str:
         return self._hosts.name(node)
@@ -150,7 +154,10 @@ class SlurmCluster:
         nodes = range(self.num_nodes)
         address = self._hosts.address(self._controller)
         text = CONFIGURATION.format(
-            controller=self.name(self._controller), address=address, folder=self.folder
+            controller=self.name(self._controller),
+            address=address,
+            folder=self.folder,
+            spool=self._spool.name,
         )
         for node in nodes:
             text += f"NodeName={self.name(node)} NodeAddr={self._hosts.address(node)} CPUs={_CORES}\n"
