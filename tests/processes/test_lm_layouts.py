@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
+import signal
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import job_workers
 import pretrain_jobs as jobs
 import pytest
 from safetensors.torch import load_file
+from test_elastic import _before as before
 from test_pretrain_lm import COMMON, WIDE
 from test_pretrain_lm import MODELS as CAUSAL
 from transformers import LlamaConfig
 
+from forked import fork_process, free_port
 from shoal import record
 from shoal.errors import EXIT_OK, UsageError
 from shoal.recipes.export import export_model
 from shoal.recipes.lm import LmConfig
 from shoal.record import read_record
-from shoal.train.checkpoint_files import step_of
+from shoal.train.checkpoint_files import checkpoint_path, step_of
+from shoal.train.step import Step
 
 SAME = 1e-6
 PLAIN = LlamaConfig(**COMMON, **WIDE, num_key_value_heads=2)
@@ -48,8 +56,34 @@ def whole(data: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """Runs of one worker that has the whole model."""
     folder = tmp_path_factory.mktemp("whole")
     for name in MODELS:
-        assert jobs.run(lm(name, data, models, folder / name), 1) == [EXIT_OK]
+        assert jobs.run(lm(name, data, models, folder / name, run=ALL), 1) == [EXIT_OK]
     return {name: folder / name for name in MODELS}
+
+
+Runs = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def in_layout(data: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return what gives the run of a model in a layout, which is made once and keeps all checkpoints."""
+
+    @functools.cache
+    def run(layout: str, name: str) -> Path:
+        (num_workers, parallel), run_dir = LAYOUTS[layout], tmp_path_factory.mktemp("layout") / "run"
+        train = {"micro_batch_size": None} if "micro_batches" in parallel else {}
+        config = lm(name, data, models, run_dir, parallel=parallel, train=train, run=OFTEN)
+        assert jobs.run(config, num_workers) == [EXIT_OK] * num_workers, said(run_dir)
+        return run_dir
+
+    return run
+
+
+ALL = {"keep_checkpoints": 20}
+OFTEN = {"checkpoint_frequency": 1, **ALL}
+
+
+def said(run_dir: Path) -> str:
+    return (run_dir / "worker-0.log").read_text()
 
 
 def lm(name: str, data: Path, models: Path, run_dir: Path, **changes: dict[str, Any]) -> LmConfig:
@@ -100,13 +134,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "8 workers, 2 stages x 2 parts x 2 shards": (8, {"pipeline": 2, "tensor": 2, "shard": True}),
 }
 QUICK = {
-    ("2 stages x 2 replicas", "gpt2"),
+    ("2 stages", "gpt2"),
     ("2 x 2 shards", "llama"),
     ("2 shards", "gpt2"),
-    ("2 shards", "llama"),
     ("2 parts", "plain"),
 }
-"""Each layout with one of the models, each model in stages; layouts do not look at the kind of model."""
+"""Each division of a model with one of the models, each model in stages; layouts do not look at its kind.
+
+Replicas of stages are in the quick tests of ``test_pretrain_stages.py``, Llama's shards here with stages.
+"""
 CASES = [
     (layout, name)
     for layout, (_, parallel) in LAYOUTS.items()
@@ -119,14 +155,9 @@ CASES = [
     [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES],
 )
 def test_every_layout_trains_what_one_worker_trains(
-    layout: str, name: str, data: Path, models: Path, whole: dict[str, Path], tmp_path: Path
+    layout: str, name: str, in_layout: Runs, whole: dict[str, Path]
 ) -> None:
-    num_workers, parallel = LAYOUTS[layout]
-    train = {"micro_batch_size": None} if "micro_batches" in parallel else {}
-    config = lm(name, data, models, tmp_path / "run", parallel=parallel, train=train)
-    codes = jobs.run(config, num_workers)
-    assert codes == [EXIT_OK] * num_workers, (tmp_path / "run" / "worker-0.log").read_text()
-    assert_same_run(tmp_path / "run", whole[name])
+    assert_same_run(in_layout(layout, name), whole[name])
 
 
 def num_norms(run: Path) -> int:
@@ -176,28 +207,30 @@ def test_stages_recompute_activations(
     ],
 )
 def test_a_killed_run_in_parts_continues_bitwise(
-    layout: str, data: Path, models: Path, tmp_path: Path
+    layout: str, data: Path, models: Path, in_layout: Runs, tmp_path: Path
 ) -> None:
     num_workers, parallel = LAYOUTS[layout]
     name = "plain" if "tensor" in parallel else "gpt2"
-    often = {"checkpoint_frequency": 1, "keep_checkpoints": 20}
-    first = lm(name, data, models, tmp_path / "undisturbed", parallel=parallel, run=often)
-    assert jobs.run(first, num_workers) == [EXIT_OK] * num_workers
-    run_dir = tmp_path / "killed"
-    killed = lm(name, data, models, run_dir, parallel=parallel, run=often)
-    jobs.copy_without_end(tmp_path / "undisturbed", run_dir, scores=False)
-    for left in (run_dir / "checkpoints").iterdir():
-        if step_of(left) > 3:
-            shutil.rmtree(left)
+    undisturbed, run_dir = in_layout(layout, name), tmp_path / "killed"
+    killed = lm(name, data, models, run_dir, parallel=parallel, run=OFTEN)
+    copy_until(3, undisturbed, run_dir)
     workers = jobs.start(killed, num_workers)
     jobs.wait_for_checkpoint(run_dir, 6, workers)
     jobs.kill(workers)
     assert not (run_dir / "transformers").exists()
     assert jobs.run(killed, num_workers) == [EXIT_OK] * num_workers
     assert sum(isinstance(row, record.Resume) for row in read_record(run_dir)) == 2
-    assert jobs.losses(run_dir) == jobs.losses(tmp_path / "undisturbed")
-    files = [run / "transformers" / "model.safetensors" for run in (run_dir, tmp_path / "undisturbed")]
+    assert jobs.losses(run_dir) == jobs.losses(undisturbed)
+    files = [run / "transformers" / "model.safetensors" for run in (run_dir, undisturbed)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def copy_until(step: int, run: Path, out: Path) -> None:
+    """Copy a run as a kill after the checkpoint of ``step`` leaves it."""
+    jobs.copy_without_end(run, out, scores=False)
+    for left in (out / "checkpoints").iterdir():
+        if step_of(left) > step:
+            shutil.rmtree(left)
 
 
 @pytest.mark.parametrize("muon", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -209,9 +242,10 @@ def test_a_run_goes_on_in_other_layouts(
     wanted = whole["gpt2"]
     if muon:
         wanted = tmp_path / "whole"
-        assert jobs.run(lm("gpt2", data, models, wanted, optim=optim), 1) == [EXIT_OK]
+        assert jobs.run(lm("gpt2", data, models, wanted, optim=optim, run=ALL), 1) == [EXIT_OK]
     make = partial(lm, "gpt2", data, models, tmp_path / "run", optim=optim)
-    go_through(((3, 1, {}), (6, 2, {"pipeline": 2}), (9, 2, {"shard": True}), (12, 1, {})), make)
+    copy_until(3, wanted, tmp_path / "run")
+    go_through(((6, 2, {"pipeline": 2}), (9, 2, {"shard": True}), (12, 1, {})), make)
     assert_same_run(tmp_path / "run", wanted, most=2e-3 if muon else 2 * SAME)  # Muon rounds to bf16
 
 
@@ -229,21 +263,32 @@ def test_a_run_goes_on_with_parts_of_its_layers(
     assert_same_run(tmp_path / "run", whole["plain"], most=2 * SAME)
 
 
-def go_through(layouts: Iterable[tuple[int, int, dict[str, Any]]], make: Callable[..., LmConfig]) -> None:
-    """Run to each last step in a layout, kill the workers, and go on in the next one."""
-    for last, num_workers, parallel in layouts:
-        config = make(parallel=parallel, run={"checkpoint_frequency": 3})
-        run_dir = config.run.dir
-        assert run_dir is not None
-        if last == 12:
-            assert jobs.run(config, num_workers) == [EXIT_OK] * num_workers
-            return
-        workers = jobs.start(config, num_workers)
-        jobs.wait_for_step(run_dir, last, workers)
-        jobs.kill(workers)
-        for left in sorted((run_dir / "checkpoints").iterdir())[1:]:
-            if step_of(left) > last:
-                shutil.rmtree(left)
+def _work_until(config: LmConfig, last: int, rank: int, num_workers: int, port: int) -> None:
+    """Be a worker that is killed when its job has the checkpoint of its last step."""
+
+    def die(step: Step, *_: Any) -> None:
+        if step.number > last:
+            while not checkpoint_path(config.run.dir, last).is_dir():
+                time.sleep(0.005)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before(Step, "__enter__", die)
+    job_workers.work(config, rank, num_workers, port)
+
+
+def go_through(layouts: Sequence[tuple[int, int, dict[str, Any]]], make: Callable[..., LmConfig]) -> None:
+    """Go on to each last step in a layout, kill the workers, and go on in the next one, to the end."""
+    for last, num_workers, parallel in layouts[:-1]:
+        config, port = make(parallel=parallel, run=ALL), free_port()
+        workers = [
+            fork_process(_work_until, config, last, rank, num_workers, port) for rank in range(num_workers)
+        ]
+        assert jobs.wait(workers) == [-signal.SIGKILL] * num_workers, said(config.run.dir)
+    last, num_workers, parallel = layouts[-1]
+    config = make(parallel=parallel, run=ALL)
+    assert jobs.run(config, num_workers) == [EXIT_OK] * num_workers, said(config.run.dir)
+    begins = [row.step for row in read_record(config.run.dir) if isinstance(row, record.Resume)]
+    assert begins == [3, 6, 9]
 
 
 @pytest.mark.slow
@@ -263,18 +308,32 @@ def test_parts_divide_the_state_of_optimizers(
     assert_same_run(tmp_path / "run", wanted, most=2e-3 if muon else SAME)  # Muon rounds to bf16
 
 
+WARM: dict[str, Any] = {"optim": {"warmup_steps": 1}, "train": {"total_steps": 1}}
+"""A step that is all warm-up: the rate is 0."""
+
+
+@pytest.fixture(scope="module")
+def from_directory(
+    data: Path, whole: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Runs of one worker from the directories beside them, exports of other runs."""
+    folder = tmp_path_factory.mktemp("directories")
+    for name in ("llama", "plain"):
+        source = export_model(whole[name], folder / name / "model")
+        assert jobs.run(jobs.small_lm_config(data, source, folder / name / "run", **WARM), 1) == [EXIT_OK]
+    return {name: folder / name / "run" for name in ("llama", "plain")}
+
+
 @pytest.mark.parametrize("parallel", [{"pipeline": 2}, {"shard": True}, {"tensor": 2}])
 def test_stages_start_with_the_weights_of_a_directory(
-    parallel: dict[str, Any], data: Path, whole: dict[str, Path], tmp_path: Path
+    parallel: dict[str, Any], data: Path, from_directory: dict[str, Path], tmp_path: Path
 ) -> None:
     """The frequencies of Llama's positions are no weights: stages on meta compute them."""
-    source = export_model(whole["plain" if "tensor" in parallel else "llama"], tmp_path / "model")
-    warm = {"optim": {"warmup_steps": 1}, "train": {"total_steps": 1}}  # all of it warm-up: the rate is 0
-    config = jobs.small_lm_config(data, source, tmp_path / "run", parallel=parallel, **warm)
+    one = from_directory["plain" if "tensor" in parallel else "llama"]
+    source = one.parent / "model"
+    config = jobs.small_lm_config(data, source, tmp_path / "run", parallel=parallel, **WARM)
     assert jobs.run(config, 2) == [EXIT_OK] * 2
-    one = jobs.small_lm_config(data, source, tmp_path / "one", **warm)
-    assert jobs.run(one, 1) == [EXIT_OK]
-    assert_same_run(tmp_path / "run", tmp_path / "one")
+    assert_same_run(tmp_path / "run", one)
 
 
 @pytest.mark.parametrize(

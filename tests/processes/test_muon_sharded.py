@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon
 
-from shoal.optim.muon import ShardedMuon
+from shoal.optim.muon import Muon as ShardedMuon
 
 NUM_STEPS = 4
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"}

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
-from torch.optim import Muon, Optimizer
 
 from shoal.optim.moments import local_box, local_part
 
 _OPTIONS = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
-class ShardedMuon(Muon):
+class Muon(optim.Muon):
     """Implements torch's Muon for parameters of which each worker has a shard.
+
+    It has the name of torch's, which checkpoints hold: a run goes on with whole matrices or with shards.
 
     Momentum is kept in the shards. A worker orthogonalises whole matrices, of ``n`` workers every ``n``-th:
     each is gathered, and its update sent to the others. So a worker holds two whole matrices at a time.
@@ -66,7 +67,7 @@ def _orthogonalised(update: Tensor, group: dict[str, Any]) -> Tensor:
     change = torch.nn.Parameter(torch.zeros_like(update))
     change.grad = update
     options = {name: group[name] for name in _OPTIONS}
-    optimizer: Optimizer = Muon(
+    optimizer: optim.Optimizer = optim.Muon(
         [change], lr=float(group["lr"]), weight_decay=0.0, momentum=0.0, nesterov=False, **options
     )
     optimizer.step()

@@ -13,7 +13,7 @@ from torch.optim import Muon, Optimizer
 from shoal.optim.lamb import parameter_groups
 from shoal.optim.lr_schedules import RATE_KEY, set_learning_rate
 from shoal.optim.moments import check_options
-from shoal.optim.muon import ShardedMuon
+from shoal.optim.muon import Muon as ShardedMuon
 from shoal.train.optim_config import OptimizerConfig, VisionOptimizerConfig
 
 
