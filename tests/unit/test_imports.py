@@ -11,7 +11,7 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,10 +88,20 @@ def module_sources(package: Path) -> dict[str, Path]:
     return sources
 
 
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the statements of a module, those within others too; expressions are most of a tree's nodes."""
+    left: list[ast.AST] = [tree]
+    while left:
+        parent = left.pop()
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            left += getattr(parent, field, ())
+        yield parent
+
+
 def imported_names(tree: ast.Module, module: str, *, is_package: bool) -> list[tuple[str, str | None]]:
     """Return every import of a module as (module, name or None), relative ones made absolute."""
     found: list[tuple[str, str | None]] = []
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             found += [(alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
