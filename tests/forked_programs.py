@@ -1,7 +1,8 @@
 """Python programs that launchers and runs start, forked from the process that has torch loaded.
 
 A program of this package takes 3 to 5 s of processor time to start, most of it imports. What is left out is
-the start of the interpreter alone: ``test_train_command.py`` and ``test_beside.py`` start real programs.
+the start of the interpreter alone: ``test_train_command.py`` and slow cases of ``test_beside.py`` start real
+programs.
 """
 
 from __future__ import annotations

@@ -145,13 +145,16 @@ def be_host(settings: ClassifyConfig, host: int, port: int, patience_s: float, f
     sys.exit(work_as_host("classify", settings, worker))
 
 
+@pytest.mark.parametrize(
+    "forks", [pytest.param(False, id="programs", marks=pytest.mark.slow), pytest.param(True, id="forked")]
+)
 def test_a_host_of_its_own_gives_the_scores_of_an_evaluation_within_training(
-    folder: Path, plain: Path, tmp_path: Path
+    forks: bool, folder: Path, plain: Path, tmp_path: Path
 ) -> None:
-    """With real programs; those of the other tests are forked."""
+    """The slow case has real programs; those of the other tests are forked."""
     run_dir = tmp_path / "run"
     settings = config(folder, run_dir, total_steps=60, every=30, validation_hosts=1)
-    assert on_hosts(settings, (0, 1), forks=False) == [EXIT_OK] * 2, (tmp_path / "host-0.log").read_text()
+    assert on_hosts(settings, (0, 1), forks=forks) == [EXIT_OK] * 2, (tmp_path / "host-0.log").read_text()
     found = sorted(rows_of(run_dir, Evaluation), key=lambda row: row.step)
     assert [(row.step, row.beside) for row in found] == [(30, True), (60, False)]
     assert [row.metrics for row in found] == [row.metrics for row in rows_of(plain, Evaluation)]
