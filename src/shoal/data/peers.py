@@ -8,6 +8,8 @@ A peer is believed nothing. Both ends of a connection prove that they know the j
 (:mod:`shoal.env.proof`), every length is checked, every wait has a limit, and the cache compares each shard
 with the manifest's SHA-256 before it is used. A peer that fails is named, counted and left alone for a while.
 
+Reads of shards wait while the host's workers exchange gradients (:mod:`shoal.data.precedence`).
+
 A helper host may have such a server too (``shoal serve --cache-bytes``), at the port after that of its sums.
 The first worker of a job tells it which data to keep.
 
@@ -29,9 +31,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from shoal.data.manifest import ShardFile
+from shoal.data.precedence import Precedence
 from shoal.decide.shard_owners import ranked_owners
 from shoal.env import proof
 from shoal.env.secret import job_secret
@@ -45,7 +49,9 @@ MAX_SETTINGS = 1 << 20
 MAX_REASON = 256
 _NUM_OWNERS = 2
 """Hosts that are asked for a shard: its owner, and the one that takes its place."""
-_BUFFER_BYTES = 256 << 10
+_BUFFER_BYTES = 128 << 10
+_IN_FLIGHT_BYTES = 128 << 10
+"""Of a connection, and the kernel takes as many again: they still arrive when gradients take precedence."""
 _REST_S = 60.0
 """Time for which a peer that failed is not asked."""
 _FILLING_S, _LEAST_FILLING_RATE = 60.0, 64 << 10
@@ -101,6 +107,8 @@ class Peers:
     """Time without a byte after which a peer is given up."""
     least_rate: float = 1 << 20
     """Bytes per second below which a peer is given up that has the shard."""
+    exchange: Path | None = None
+    """Slots of this host's workers, for whose gradients reads wait (:mod:`shoal.data.precedence`)."""
 
     def owners(self, file: ShardFile) -> list[Peer]:
         """Return the hosts to ask for a file, in order."""
@@ -121,6 +129,7 @@ class PeerReader:
         self.problems: Counter[tuple[str, str]] = Counter()
         """Number of failures by the peer's name and their kind."""
         self._resting_until: dict[str, float] = {}
+        self._precedence = Precedence(peers.exchange)
         self._lock = threading.Lock()
 
     def usable(self, file: ShardFile) -> list[Peer]:
@@ -161,6 +170,7 @@ class PeerReader:
     def _received(self, peer: Peer, file: ShardFile, start: int, size: int) -> Iterator[memoryview]:
         asked = [b"get", file.copy_name.encode(), b"%d" % start, b"%d" % size]
         with _answered(peer.address, peer.port, asked, self.peers.stall_s) as (connection, answer):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _IN_FLIGHT_BYTES)
             yield from self._frames(connection, size, is_ready=answer == b"ready")
 
     def _frames(self, connection: socket.socket, size: int, *, is_ready: bool) -> Iterator[memoryview]:
@@ -180,6 +190,7 @@ class PeerReader:
             if length > min(MAX_FRAME, size - received):
                 raise PeerError("sent wrong bytes", f"a frame of {length:,} of {size - received:,} bytes")
             while length:
+                began += self._precedence.wait()
                 part = self._read(connection, buffer[:length])
                 yield part
                 length -= len(part)

@@ -302,7 +302,7 @@ def open_server(settings: Mapping[str, Any], listener: socket.socket) -> ShardSe
         directory=Path(settings["directory"]),
         num_bytes=settings["num_bytes"],
         evict=settings["evict"],
-        counts=Path(settings["counts"]),
+        counts=Path(settings["counts"]) if settings["counts"] is not None else None,
     )
     server = ShardServer(listener, job_secret())
     cache = ShardCache(config, replace(config, peers=_peers_of(settings)).kept(files))

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from torch.distributed.distributed_c10d import _get_default_store
 
 from shoal.comm.rendezvous import local_address
+from shoal.data import precedence
 from shoal.data.cache import CacheConfig
 from shoal.data.peers import Peer, PeerError, Peers, keep, room_of
 from shoal.env import settings
@@ -61,7 +62,9 @@ def join_peers(
     )
     helpers = tuple(Peer(**helper) for helper in gathered[0]["helpers"])
     here = next(index for index, entry in enumerate(gathered) if entry["host"] == host_identity())
-    peers = Peers(hosts=(*hosts, *helpers), own=names[here])
+    exchange = Path(gathered[here]["exchange"])
+    precedence.OWN.open(exchange, world.ranks.local_rank)
+    peers = Peers(hosts=(*hosts, *helpers), own=names[here], exchange=exchange)
     folders = [entry["folder"] for entry in gathered]
     if len(set(folders)) < len(folders):  # emulated hosts
         cache = replace(cache, directory=cache.directory / names[here])
@@ -93,7 +96,7 @@ class _Server:
             "directory": str(cache.directory),
             "num_bytes": cache.num_bytes,
             "evict": cache.evict,
-            "counts": str(cache.counts),
+            "counts": str(cache.counts) if cache.counts is not None else None,
         }
         answer = {"problem": "it has ended"}
         try:
@@ -181,6 +184,8 @@ def _own_server(world: World, cache: CacheConfig) -> dict[str, Any] | None:
     atexit.register(server.end)
     cache.directory.mkdir(parents=True, exist_ok=True)
     state = cache.directory.stat()
+    exchange = precedence.make_slots(world.ranks.num_local_workers)
+    atexit.register(exchange.unlink, missing_ok=True)
     return {
         "host": host_identity(),
         "node": os.uname().nodename,
@@ -188,6 +193,7 @@ def _own_server(world: World, cache: CacheConfig) -> dict[str, Any] | None:
         "address": address,
         "port": server.port,
         "num_bytes": cache.num_bytes,
+        "exchange": str(exchange),
         "helpers": [asdict(helper) for helper in _helpers()] if world.rank == 0 else [],
     }
 

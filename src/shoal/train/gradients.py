@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from shoal import record
+from shoal.data import precedence
 from shoal.errors import UsageError
 from shoal.optim.moments import clip_factor, device_norm, norm_of, parameters_of, scale_all
 from shoal.optim.optimizer_shards import OptimizerShards
@@ -152,6 +153,7 @@ class ManyWorkers(DataParallel, DistributedDataParallel):
 
     def average_bucket(self, group, bucket):  # type: ignore[no-untyped-def]  # DDP refuses texts as annotations
         """Average a bucket, or send it to servers; DDP's communication hook."""
+        precedence.OWN.begin()
         if bucket.is_last():
             self.has_averaged = True
             self.lap("backward")
@@ -175,6 +177,7 @@ class ManyWorkers(DataParallel, DistributedDataParallel):
                 raise
             finally:
                 self.module = model
+                precedence.OWN.end()
         self.zero_grad()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.data import precedence
 from shoal.data.loader import Copies
 from shoal.data.steps import DataShard
 from shoal.decide.batch import BatchPlan
@@ -251,9 +252,20 @@ class Step:
         self._has_loss = True
         self._loss += loss.detach()
         weight = training.world.num_workers * training.scale.value  # DDP averages over workers
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        try:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
+        finally:
+            if not self._exchanges_in_update:
+                precedence.OWN.end()
         waits = not training.models or any(ddp.sends for ddp in training.models)
         training.timer.lap("gradient_wait" if self._averages and waits else "backward")
+
+    @property
+    def _exchanges_in_update(self) -> bool:
+        """Whether workers exchange more than norms after the backward pass: gradients, or new weights."""
+        training = self._training
+        has_shards = training.update.shards is not None and training.world.num_workers > 1
+        return training.update.on_servers or has_shards or any(not ddp.average for ddp in training.models)
 
     @property
     def loss_scale(self) -> float:
@@ -301,6 +313,8 @@ class Step:
         training = self._training
         self._require_new(optimizers)
         self._require_gradients(optimizers)
+        if self._exchanges_in_update:
+            precedence.OWN.begin()
         self.optimizers = optimizers
         self.learning_rate = optimizers[0].param_groups[0]["lr"]
         per_worker = any(not ddp.average for ddp in training.models)
@@ -384,6 +398,7 @@ class Step:
             self._require_update()
             error = training.workers.agree(self)
         if error is not None:
+            precedence.OWN.end()
             for optimizer in (each for each in training.kept.values() if isinstance(each, Optimizer)):
                 optimizer.zero_grad()  # of models without a wrapper, such as FSDP2's
             for ddp, before in zip(training.models, self._before, strict=True):
@@ -397,6 +412,7 @@ class Step:
             if finite := math.isfinite(self.grad_norm):
                 training.update.apply(*optimizers)
             training.scale.update(finite=finite)
+        precedence.OWN.end()
         for optimizer in optimizers:
             optimizer.zero_grad()
         for ddp in training.models:

@@ -1,12 +1,18 @@
 """Tests when servers of shards are not started; ``processes/test_runs_with_shard_peers.py`` has runs."""
 
+import io
+import json
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from shoal.data.cache import CacheConfig
+from shoal.data.peers import Peer, Peers
+from shoal.data.shard_server import open_server
 from shoal.errors import UsageError
-from shoal.recipes.shard_peers import join_peers
+from shoal.recipes.shard_peers import _Server, join_peers
+from synthetic_images import random_images, write_images
 
 
 def world(num_hosts):
@@ -39,3 +45,18 @@ def test_refusals(variables, message, tmp_path, monkeypatch):
 def test_one_host_has_no_peers(tmp_path):
     cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1)
     assert join_peers(world(1), cache, kind="images", location=tmp_path) is cache
+
+
+def test_without_counts_no_folder_of_counts_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SHOAL_SECRET", "a secret of these tests")
+    write_images(tmp_path / "data", random_images(4))
+    line, answer = io.StringIO(), io.StringIO('{"problem": ""}\n')
+    process = SimpleNamespace(stdin=line, stdout=answer)
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    peer = Peer(name="a", address="127.0.0.1", port=1, num_bytes=1 << 20)
+    _Server(process, peer.address, peer.port).open(
+        cache, Peers(hosts=(peer,), own="a"), "images", tmp_path / "data"
+    )
+    open_server(json.loads(line.getvalue()), socket.create_server(("127.0.0.1", 0))).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "data"]
