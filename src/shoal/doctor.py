@@ -22,7 +22,7 @@ from shoal import native
 from shoal.env.launcher import worker_env
 from shoal.env.machine import compiler_problem, cpu_quota, num_cores, num_scheduled
 from shoal.errors import EXIT_FAILURE, EXIT_OK, ShoalError, install_command
-from shoal.formatting import parse_bytes, size
+from shoal.formatting import parse_bytes, size, size_setting
 from shoal.json_text import json_document
 
 OLDEST_PYTHON = (3, 11)
@@ -422,7 +422,7 @@ def cache_check(folder: Path, num_bytes: int) -> Check:
     free = shutil.disk_usage(there).free
     kept = sum(path.stat().st_size for path in (folder / OWN_FOLDER).glob("*") if path.is_file())
     finding = f"{size(free)} free for {folder}" + (f", besides {size(kept)} of copies" if kept else "")
-    remedy = f"the cache wants {size(num_bytes)}: set --data.cache-bytes to {size(free + kept)} at most"
+    remedy = f"the cache wants {size(num_bytes)}: set --data.cache-bytes {size_setting(free + kept)} at most"
     if there.is_relative_to("/dev/shm"):
         remedy += ", or make it larger: docker run --shm-size, or mount -o remount,size=… /dev/shm"
     return _judged("cache", finding, free + kept >= num_bytes, remedy)

@@ -100,6 +100,19 @@ def size(num_bytes: float) -> str:
     return f"{number(num_bytes, 3)} TiB"
 
 
+def size_setting(num_bytes: int) -> str:
+    """Format a size for :func:`parse_bytes`, rounded down.
+
+    Example:
+        >>> size_setting(512), size_setting(47 << 20), size_setting((3 << 30) - 1), size_setting(40 << 30)
+        ('512B', '47MiB', '3071MiB', '40GiB')
+    """
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= 10 * factor:
+            return f"{num_bytes // factor}{unit}"
+    return f"{num_bytes}B"
+
+
 def parse_bytes(text: str, name: str = "parallel.memory") -> int:
     """Return the number of bytes of a text such as ``40GB``, ``16GiB`` or ``40G``.
 

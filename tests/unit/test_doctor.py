@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from shoal.data.cache import OWN_FOLDER
 from shoal.doctor import Check, examine
 from shoal.env import machine
 from shoal.errors import MODULES_OF_EXTRAS, UsageError
-from shoal.formatting import size
+from shoal.formatting import parse_bytes, size
 
 REQUIREMENTS = [
     "numpy>=1.26",
@@ -207,13 +208,20 @@ def test_every_extra_for_users_is_known() -> None:
     assert extras - {"dev", "docs", "bench"} == set(doctor.EXTRAS) == set(MODULES_OF_EXTRAS)
 
 
-def test_a_cache_has_to_fit_with_the_copies_that_are_there(tmp_path: Path) -> None:
+def test_a_cache_has_to_fit_with_the_copies_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, free = tmp_path / "to/come", shutil.disk_usage(tmp_path).free
     fits = doctor.cache_check(folder, free // 2)
     assert fits.state == "ok" and fits.finding.endswith(f"free for {folder}") and not fits.remedy
     wanted = free + (1 << 30)
     check = doctor.cache_check(folder, wanted)
-    assert check.state == "note" and "set --data.cache-bytes to" in check.remedy
+    assert check.state == "note"
+    for number in (123, 1 << 30, (5 << 30) + 1, 60 << 30):
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path, free=number: SimpleNamespace(free=free))
+            option, value = doctor.cache_check(folder, 1 << 60).remedy.partition("set ")[2].split()[:2]
+            assert option == "--data.cache-bytes" and 0.9 * number < parse_bytes(value) <= number
     copies = folder / OWN_FOLDER
     copies.mkdir(parents=True)
     with (copies / "train-00000-0123456789abcdef.tar").open("wb") as copy:
