@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from dataclasses import dataclass, fields, replace
@@ -66,6 +67,8 @@ class Request:
     store_rate: str | None = None
     """Bytes a second that the store gives all hosts together, such as 5GB; default: what a host's network
     takes."""
+    cache_bytes: str | None = None
+    """Size of each host's cache for that data, as --data.cache-bytes; default: it holds all."""
     compare: bool = False
     """Add a table of all algorithms."""
     sweep: str | None = None
@@ -279,21 +282,27 @@ def _stored(request: Request) -> StoredData | None:
     """Return the data in a store that the request names.
 
     Raises:
-        UsageError: a size is not one, or the store's rate is given without data.
+        UsageError: a size is not one, or the store's rate or the cache is given without data.
     """
     from shoal.planner.prediction import StoredData
 
+    given = {"--store-rate": request.store_rate, "--cache-bytes": request.cache_bytes}
+    numbers: dict[str, float] = dict.fromkeys(given, math.inf)
+    for option, text in given.items():
+        if text is None:
+            continue
+        if request.data_bytes is None:
+            raise UsageError(f"{option} is for data in a store: give their size with --data-bytes")
+        numbers[option] = parse_bytes(text, option)
+        if numbers[option] < 1:
+            raise UsageError(f"{option} {text} must be at least one byte")
     if request.data_bytes is None:
-        if request.store_rate is not None:
-            raise UsageError("--store-rate is that of a store with data: give their size with --data-bytes")
         return None
-    num_bytes = parse_bytes(request.data_bytes, "--data-bytes")
-    if request.store_rate is None:
-        return StoredData(num_bytes=num_bytes)
-    rate = parse_bytes(request.store_rate, "--store-rate")
-    if rate < 1:
-        raise UsageError(f"--store-rate {request.store_rate} must be at least one byte a second")
-    return StoredData(num_bytes=num_bytes, store_bytes_per_s=rate)
+    return StoredData(
+        num_bytes=parse_bytes(request.data_bytes, "--data-bytes"),
+        store_bytes_per_s=numbers["--store-rate"],
+        cache_bytes=numbers["--cache-bytes"],
+    )
 
 
 def _compare(

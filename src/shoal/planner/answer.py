@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.decide.layout import Layout
-from shoal.formatting import duration
+from shoal.formatting import duration, percent
 from shoal.planner.comparison import Comparison, table_of
 from shoal.planner.hardware import Accelerator, require_accelerators
 from shoal.planner.intervals import LEVEL, interval_of, shipped_intervals
@@ -261,15 +261,23 @@ def _how_sure(plan: Plan) -> list[str]:
 
 def _fill(plan: Plan) -> list[str]:
     """Return a line about the data that are read from a store before the first step, if there are any."""
-    data, rate = plan.training.data, plan.workers.instance.effective_nic
+    data, workers = plan.training.data, plan.workers
     if data is None:
         return []
-    limit = "the store" if data.store_bytes_per_s < rate else "a host's network"
-    takes = duration(data.fill_s(plan.workers))
-    return [
-        f"  data read once     {data.num_bytes / 1e9:.4g} GB, {takes} before the first step: "
-        f"{min(rate, data.store_bytes_per_s) / 1e9:.3g} GB/s of {limit}"
-    ]
+    once, held, takes = data.read_once(workers.count), data.held(workers.count), data.fill_s(workers)
+    if data.store_s(workers) == takes:
+        limit = f"{data.store_bytes_per_s / 1e9:.3g} GB/s of the store"
+    else:
+        limit = f"{workers.instance.effective_nic / 1e9:.3g} GB/s of a host's network"
+    lines = [f"  data read once     {once / 1e9:.4g} GB, {duration(takes)} before the first step: {limit}"]
+    if workers.count > 1 and takes:
+        lines.append(f"  from peers         {percent(data.network_share(workers))} of a host's network then")
+    if held < data.num_bytes:
+        lines.append(
+            f"  data on a host     {held / 1e9:.4g} of {data.num_bytes / 1e9:.4g} GB then; the rest comes as "
+            "it is used, and what has no room in each epoch again"
+        )
+    return lines
 
 
 def interval_json(plan: Plan) -> dict[str, Any]:

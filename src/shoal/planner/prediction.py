@@ -69,13 +69,34 @@ class StoredData:
     num_bytes: float
     store_bytes_per_s: float = math.inf
     """Rate at which the store gives them to all hosts together."""
+    cache_bytes: float = math.inf
+    """Size of each host's cache."""
+
+    def read_once(self, num_hosts: int) -> float:
+        """Return the bytes that the store gives until the caches are full: each byte once."""
+        return min(self.num_bytes, num_hosts * self.cache_bytes)
+
+    def held(self, num_hosts: int) -> float:
+        """Return the bytes that each host receives until then, by :func:`~shoal.decide.cache_policy`.
+
+        All data if they fit, from the store and from its peers; otherwise its part of them.
+        """
+        if self.num_bytes <= self.cache_bytes:
+            return self.num_bytes
+        return self.read_once(num_hosts) / num_hosts
+
+    def store_s(self, workers: Machines) -> float:
+        """Return the time that the store takes."""
+        return self.read_once(workers.count) / self.store_bytes_per_s
 
     def fill_s(self, workers: Machines) -> float:
-        """Return the time until each host has all of it: a part from the store, the rest from its peers.
+        """Return the time until the caches are full, by the store or by the network of each host."""
+        return max(self.store_s(workers), self.held(workers.count) / workers.instance.effective_nic)
 
-        The store gives each byte once, and each host receives each byte once, at the rate of its network.
-        """
-        return self.num_bytes / min(self.store_bytes_per_s, workers.instance.effective_nic)
+    def network_share(self, workers: Machines) -> float:
+        """Return the share of a host's network that bytes from its peers take until then."""
+        from_peers = self.held(workers.count) * (1 - 1 / workers.count)
+        return from_peers / workers.instance.effective_nic / self.fill_s(workers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -499,10 +499,16 @@ def test_the_time_to_read_the_data_is_added_and_said(
     said = " ".join(capsys.readouterr().out.split())
     assert "data read once 150 GB, 2 min 30 s before the first step: 1 GB/s of the store" in said
     assert f"before the first step: {rate / 1e9:.3g} GB/s of a host's network" in said
+    cached = ("--data-bytes", "150GB", "--cache-bytes", "10GB")
+    assert typed(monkeypatch, *SMALL, *CLUSTER, *cached) == EXIT_OK
+    said = " ".join(capsys.readouterr().out.split())
+    assert "data read once 80 GB, " in said and "data on a host 10 of 150 GB then; the rest comes" in said
     for words, message in (
         (("--store-rate", "1GB"), "give their size with --data-bytes"),
         (("--data-bytes", "much"), "--data-bytes 'much' must be a number with a unit"),
-        (("--data-bytes", "1GB", "--store-rate", "0"), "--store-rate 0 must be at least one byte a second"),
+        (("--data-bytes", "1GB", "--store-rate", "0"), "--store-rate 0 must be at least one byte"),
+        (("--cache-bytes", "1GB"), "--cache-bytes is for data in a store: give their size with --data-bytes"),
+        (("--data-bytes", "1GB", "--cache-bytes", "0"), "--cache-bytes 0 must be at least one byte"),
     ):
         assert typed(monkeypatch, *SMALL, *CLUSTER, *words) == EXIT_USAGE
         assert message in " ".join(capsys.readouterr().err.split())

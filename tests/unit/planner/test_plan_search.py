@@ -247,6 +247,22 @@ def test_data_are_read_once_before_the_first_step(num_hosts: int, store: float, 
     assert found.dollars == pytest.approx(num_hosts * 10 / 3600 * found.total_s)
 
 
+@pytest.mark.parametrize(
+    ("cache", "store", "fill_s", "share"),
+    [
+        (6e11, math.inf, 60.0, 3 / 4),  # each host receives 600 GB, a fourth of them from the store
+        (5e11, math.inf, 15.0, 3 / 4),  # each its own 150 GB
+        (5e11, 5e9, 120.0, 15 / 120 * 3 / 4),  # the store gives 600 GB once
+        (1e11, 5e9, 80.0, 10 / 80 * 3 / 4),  # and 400 GB if no more fit
+    ],
+)
+def test_hosts_receive_what_caches_hold(cache: float, store: float, fill_s: float, share: float) -> None:
+    """Four hosts with 10 GB/s each."""
+    data = StoredData(num_bytes=6e11, store_bytes_per_s=store, cache_bytes=cache)
+    assert data.fill_s(hosts(4)) == pytest.approx(fill_s)
+    assert data.network_share(hosts(4)) == pytest.approx(share)
+
+
 @pytest.mark.parametrize("num_hosts", [256, 2048, 16384])
 def test_many_workers_are_simulated_at_once(num_hosts: int) -> None:
     first = breaks_first(
