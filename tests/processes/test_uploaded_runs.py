@@ -76,6 +76,12 @@ def test_each_command_gives_for_the_store_what_it_gives_for_the_disk(
     (words,) = called
     assert words[words.index("--config") + 1] == str(copy / "config.toml")
     assert words[words.index("--run.evaluate") + 1] == str(copy / "checkpoints/step-00000006")
+    shutil.rmtree(copy)
+    checkpoint, settings = run_dir / "checkpoints/step-00000003", copy / "config.toml"
+    use.evaluate_checkpoint(checkpoint, run=Path(LOCATION), out=tmp_path / "scores")
+    assert called[-1][called[-1].index("--config") + 1] == str(settings)
+    assert called[-1][called[-1].index("--run.evaluate") + 1] == str(checkpoint)
+    assert settings.read_bytes() == (run_dir / "config.toml").read_bytes()
 
 
 def test_a_later_checkpoint_replaces_the_copy_and_an_equal_one_is_kept(
@@ -119,6 +125,19 @@ def test_what_is_no_uploaded_run_is_named(
             f"{LOCATION}/checkpoints/step-00000004 is no run with a complete checkpoint that --run.upload-to",
         ),
         (("export", "s3://pictures/runs", "--out", "out"), "s3://pictures/runs is no run with a complete"),
+        (
+            ("evaluate", "checkpoint", str(run_dir), "--run", LOCATION),
+            f"{LOCATION} lies in an object store: name a folder with --out",
+        ),
+        (
+            ("evaluate", "checkpoint", str(run_dir), "--run", "s3://pictures/runs/none", "--out", "out"),
+            "s3://pictures/runs/none is no run that --run.upload-to uploaded (it has no config.toml)",
+        ),
+        (
+            ("finetune", "squad", "--model", LOCATION, *("--data", "q.json"), *("--eval", "q.json")),
+            f"model.path {LOCATION} lies in an object store, where only shoal predict, evaluate, export and "
+            f"report read models: copy it with shoal export {LOCATION} --out FOLDER",
+        ),
     ):
         result = shoal(*words)
         assert result.returncode != 0 and message in " ".join(result.stderr.split()), (words, result.stderr)

@@ -22,7 +22,7 @@ from shoal.errors import EXIT_OK, ShoalError, UsageError
 from shoal.recipes import RECIPES, Command, command_use, using
 from shoal.recipes.model_source import find_run, recipe_of
 from shoal.recipes.start import Launch, start
-from shoal.recipes.uploaded_runs import is_uploaded, local_model, location_of
+from shoal.recipes.uploaded_runs import is_uploaded, local_model, local_run, location_of
 from shoal.recipes.using import PrecisionName
 from shoal.train.config import REQUIRED, DistributedConfig, load_toml
 from shoal.train.run_dir import CONFIG_FILE
@@ -237,9 +237,10 @@ def evaluate_checkpoint(
     Parameters
     ----------
     checkpoint
-        A checkpoint, or the directory of a run, whose best or newest checkpoint is scored.
+        A checkpoint, or the directory of a run, whose best or newest checkpoint is scored; also at s3:// or
+        gs://.
     run
-        The run with the settings; default: that of the checkpoint.
+        The run with the settings, also at s3:// or gs://; default: that of the checkpoint.
     out
         Folder for the record with the scores and the recipe's output; default: scores-STEP in the run.
     precision
@@ -249,10 +250,11 @@ def evaluate_checkpoint(
     """
     from shoal.train.checkpoint_files import newest_or_best
 
-    if is_uploaded(checkpoint) and out is None:
-        raise UsageError(f"{location_of(checkpoint)} lies in an object store: name a folder with --out")
+    default = run or checkpoint
+    if is_uploaded(default) and out is None:
+        raise UsageError(f"{location_of(default)} lies in an object store: name a folder with --out")
     checkpoint = local_model(checkpoint, checkpoint=True)
-    run = run or find_run(checkpoint, "CHECKPOINT")
+    run = find_run(checkpoint, "CHECKPOINT") if run is None else local_run(run)
     chosen = newest_or_best(checkpoint)
     if chosen is None:
         raise UsageError(f"{checkpoint} is neither a checkpoint nor the directory of a run that has one")

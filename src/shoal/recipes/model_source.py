@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from shoal.data.objects import scheme_of
 from shoal.errors import UsageError, cannot_read
 from shoal.json_text import parse_json
 from shoal.models.text_config import HUB, num_positions
@@ -83,8 +84,15 @@ def find_model(path: Path, option: str = "--model", *, kinds: tuple[Kind, ...] =
         kinds: those that the caller can use.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is none of these, or lies in an object store.
     """
+    if scheme_of(path) is not None:  # what can read from there has made a copy before
+        scheme, _, rest = str(path).partition(":")
+        location = f"{scheme}://{rest.strip('/')}"
+        raise UsageError(
+            f"{option} {location} lies in an object store, where only shoal predict, evaluate, export and "
+            f"report read models: copy it with shoal export {location} --out FOLDER, and name that folder"
+        )
     source = _source_of(path)
     if source is None or source.kind not in kinds:
         *first, last = (KINDS[kind] for kind in kinds)

@@ -61,6 +61,28 @@ def local_record(run: Path) -> Path:
     return copy
 
 
+def local_run(run: Path) -> Path:
+    """Return a folder with the settings and the record of a run: the run directory, or a copy.
+
+    Raises:
+        UsageError: there is no run, the credentials do not suffice, or there is no such bucket.
+        ShoalError: the store cannot be read.
+    """
+    if not is_uploaded(run):
+        return run
+    from shoal.train.checkpoint_uploads import Uploads
+
+    location = location_of(run)
+    with _copy_of(location) as copy:
+        if not open_objects(location).names(CONFIG_FILE):
+            raise UsageError(
+                f"{location} is no run that --run.upload-to uploaded (it has no {CONFIG_FILE}): check the "
+                "prefix"
+            )
+        Uploads(location, copy).fetch_run_files(again=True)
+    return copy
+
+
 def local_model(path: Path, *, checkpoint: bool = False) -> Path:
     """Return a path on this machine with the model that ``path`` names: itself, or a copy.
 

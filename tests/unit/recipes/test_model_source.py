@@ -77,3 +77,10 @@ def test_other_paths_are_refused_with_what_may_be_named(tmp_path: Path) -> None:
     run = run_in(tmp_path, FINETUNED, "transformers")
     with pytest.raises(UsageError, match=r"transformers is not a run .* or a checkpoint in one$"):
         find_run(run / "transformers", "SOURCE")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/runs/mine/", "gs://bucket/model"])
+def test_a_model_in_a_store_is_refused_by_name(path: str) -> None:
+    location = path.rstrip("/")
+    with pytest.raises(UsageError, match=rf"model\.path {location} lies .* export {location} --out"):
+        find_model(Path(path), "model.path")
