@@ -31,6 +31,7 @@
 #include "engine/engine.h"
 #include "engine/helper.h"
 #include "engine/reduce.h"
+#include "gil.h"
 #include "image/finish.h"
 #include "optim/adafactor.h"
 #include "optim/elementwise.h"
@@ -42,6 +43,8 @@ namespace nb = nanobind;
 
 namespace {
 
+using shoal::WithGil;
+using shoal::WithoutGil;
 using InBuffer = nb::ndarray<nb::ro>;
 using OutBuffer = nb::ndarray<>;
 
@@ -114,7 +117,7 @@ void sum_in_rank_order(const OutBuffer& out, const std::vector<InBuffer>& inputs
     from.push_back(span.data);
   }
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   shoal::sum_in_rank_order(const_cast<void*>(to.data), from.data(), from.size(),
                            to.num_bytes / shoal::size_of(*dtype), *dtype, num_threads, level);
 }
@@ -148,7 +151,7 @@ void bind_moments_step(nb::module_& m, const char* name) {
         const auto tensors = moments_tensors(weights, grads, exp_avgs, exp_avg_sqs, counts, steps);
         const shoal::MomentsOptions options{learning_rate, beta1, beta2, eps, weight_decay, grad_scale};
         const shoal::Level level = level_of(level_name);
-        nb::gil_scoped_release release;
+        const WithoutGil released;
         const shoal::Norms norms = Step(tensors, options, num_threads, level);
         return std::pair(norms.grad_sq, norms.weight_sq);
       },
@@ -168,7 +171,7 @@ std::pair<double, double> lamb_step(const Addresses& weights, const Addresses& g
   const shoal::LambOptions options{learning_rate, beta1,      beta2,           eps,
                                    weight_decay,  grad_scale, bias_correction, trust_ratio};
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   const shoal::Norms norms = shoal::lamb_step(tensors, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
@@ -190,7 +193,7 @@ std::pair<double, double> sgd_step(const Addresses& weights, const Addresses& gr
   const auto tensors = momentum_tensors(weights, grads, momenta, counts);
   const shoal::SgdOptions options{learning_rate, momentum, weight_decay, grad_scale, nesterov};
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   const shoal::Norms norms = shoal::sgd_step(tensors, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
@@ -204,7 +207,7 @@ std::pair<double, double> lars_step(const Addresses& weights, const Addresses& g
   const shoal::LarsOptions options{learning_rate, momentum, weight_decay, eta,        eps,
                                    grad_scale,    clips,    nesterov,     trust_ratio};
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   const shoal::Norms norms = shoal::lars_step(tensors, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
@@ -225,7 +228,7 @@ std::pair<double, double> novograd_step(const Addresses& weights, const Addresse
                                        weight_decay,    grad_scale,     bias_correction,
                                        grad_averaging,  init_zero,      reg_inside_moment};
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   const shoal::Norms norms = shoal::novograd_step(tensors, states, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
@@ -242,7 +245,7 @@ std::pair<double, double> adafactor_step(const Addresses& weights, const Address
   }
   const shoal::AdafactorOptions options{learning_rate, eps1, weight_decay, grad_scale};
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   const shoal::Norms norms = shoal::adafactor_step(tensors, options, num_threads, level);
   return {norms.grad_sq, norms.weight_sq};
 }
@@ -324,7 +327,7 @@ double sum_of_squares(const Addresses& values, const Counts& counts, int num_thr
   std::vector<shoal::ConstTensor> tensors;
   for (std::size_t k = 0; k < counts.size(); ++k) tensors.push_back({floats_at(values.at(k)), counts[k]});
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return shoal::sum_of_squares(tensors, num_threads, level);
 }
 
@@ -370,7 +373,7 @@ void finish_image(const InBuffer& pixels, const OutBuffer& out, const std::vecto
   for (const auto& [kind, factor] : steps) colour_steps.push_back({static_cast<shoal::Adjustment>(kind), factor});
   const shoal::Finished finished = finished_of(out);
   const shoal::Level level = level_of(level_name);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   shoal::finish_image(rows, finished, colour_steps, options, level);
 }
 
@@ -400,7 +403,7 @@ void match_boxes(const CpuArray<const float, 3>& objects, const CpuArray<const s
                                 objects.shape(0), objects.shape(1), matches.shape(1)};
   const shoal::MatchOptions options{static_cast<float>(high), static_cast<float>(low), allow_low_quality};
   const shoal::Level chosen = level_of(level);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   shoal::match_boxes(input, options, matches.data(), num_threads, chosen);
 }
 
@@ -411,7 +414,7 @@ void suppress_boxes(const CpuArray<const float, 3>& boxes, const CpuArray<const 
   const shoal::SuppressInput input{boxes.data(), scores.data(), classes ? classes->data() : nullptr,
                                    boxes.shape(0), boxes.shape(1)};
   const shoal::Level chosen = level_of(level);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   shoal::suppress_boxes(input, iou_threshold, keep.data(), num_threads, chosen);
 }
 
@@ -420,7 +423,7 @@ void paste_masks(const CpuArray<const float, 3>& masks, const CpuArray<const flo
                  double threshold, int num_threads, const std::optional<std::string>& level) {
   const shoal::PasteInput input{masks.data(), boxes.data(), images.data(), masks.shape(0), masks.shape(1)};
   const shoal::Level chosen = level_of(level);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   shoal::paste_masks(input, static_cast<float>(threshold), bitmaps.data(), num_threads, chosen);
 }
 
@@ -457,7 +460,7 @@ nb::bytes key_of_listener(const std::string& address, int port, const nb::bytes&
   const shoal::Bytes known = secret_of(secret);
   shoal::PublicKey key;
   {
-    nb::gil_scoped_release release;
+    const WithoutGil released;
     key = shoal::key_of_listener({address, port}, known, timeout_s);
   }
   return bytes_of(key);
@@ -474,7 +477,7 @@ void connect(shoal::Engine& engine, const std::vector<PeerTuple>& peers, const s
   }
   std::vector<shoal::HelperInfo> helper_infos;
   for (const auto& [address, port, name, key] : helpers) helper_infos.push_back({address, port, name, key_of(key, "a public key")});
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   engine.connect(std::move(peer_infos), std::move(helper_infos), pattern, segment, timeout_s);
 }
 
@@ -560,7 +563,7 @@ shoal::OpSpec spec_of(const nb::object& operation) {
 template <class Group>
 std::uint64_t submit(Group& group, const nb::object& operation) {
   shoal::OpSpec spec = spec_of(operation);
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return group.submit(std::move(spec));
 }
 
@@ -569,14 +572,14 @@ template <class Group>
 void then(std::shared_ptr<Group> group, std::uint64_t handle, nb::object function) {
   const std::shared_ptr<nb::object> kept(new nb::object(std::move(function)), [](nb::object* each) {
     if (!nb::is_alive()) return;  // the interpreter has ended: nobody can destroy Python objects now
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     delete each;
   });
   Group& on = *group;
-  const nb::gil_scoped_release release;
+  const WithoutGil released;
   on.then(handle, [group = std::move(group), kept] {
     if (!nb::is_alive()) return;
-    const nb::gil_scoped_acquire gil;
+    const WithGil gil;
     try {
       (*kept)();
     } catch (nb::python_error& error) {
@@ -596,7 +599,7 @@ void raise_group_error(const std::exception_ptr& error, void*) {
   }
 }
 
-// Returns the address of a new shoal_group (csrc/c_api/shoal.h), which keeps the engine's Python object alive.
+// Returns the address of a new shoal_group (csrc/c_api/shoal.h), which keeps the engine alive.
 std::uintptr_t c_group(std::shared_ptr<shoal::Engine> engine, int rank, int size) {
   return reinterpret_cast<std::uintptr_t>(shoal::share_engine(std::move(engine), rank, size));
 }
@@ -639,7 +642,7 @@ std::uint64_t begin_transfer(shoal::Lane& lane, std::shared_ptr<Group> engine, c
   shoal::Transfer transfer{spec_of(operation), table_of(source), table_of(target), buffer_rows, width, columns,
                            reinterpret_cast<shoal::CudaEvent>(ready), std::chrono::steady_clock::now() + shoal::seconds(std::min(timeout_s, kLongestS))};
   auto chunks = lane.engine_of(engine.get(), [&] { return std::make_shared<shoal::ChunkEngineOf<Group>>(engine); });
-  nb::gil_scoped_release release;
+  const WithoutGil released;
   return lane.begin(std::move(chunks), std::move(transfer));
 }
 
@@ -650,7 +653,7 @@ std::uint64_t begin_messages(shoal::Lane& lane, std::shared_ptr<Group> engine, c
 }
 
 void bind_lane(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   nb::class_<shoal::Lane>(m, "Lane")
       .def("__init__",
            [](shoal::Lane* self, const std::string& library, int device, std::uintptr_t to_host, std::uintptr_t to_device,
@@ -669,8 +672,9 @@ void bind_lane(nb::module_& m) {
       .def("stop", &shoal::Lane::stop, Release());
 }
 
+// Groups are made as shared pointers, not inside of their Python objects: threads that know nothing of Python let them go.
 void bind_engine(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   nb::register_exception_translator(raise_group_error);
   m.def("option_ranges", &option_ranges);
   m.def("key_of_listener", &key_of_listener, nb::arg("address"), nb::arg("port"), nb::arg("secret"), nb::arg("timeout_s"));
@@ -689,7 +693,7 @@ void bind_engine(nb::module_& m) {
   m.attr("SERVED_COEFFICIENTS") = shoal::kCoefficients;
   m.attr("FACTOR_PART") = shoal::kFactorPart;
   nb::class_<shoal::Engine>(m, "Engine")
-      .def("__init__", [](shoal::Engine* self, const nb::dict& options) { new (self) shoal::Engine(options_of(options)); })
+      .def(nb::new_([](const nb::dict& options) { return std::make_shared<shoal::Engine>(options_of(options)); }))
       .def_prop_ro("port", &shoal::Engine::port)
       .def_prop_ro("public_key",
                    [](const shoal::Engine& engine) { return bytes_of(engine.public_key()); })
@@ -713,7 +717,7 @@ void bind_engine(nb::module_& m) {
       .def("trace", &shoal::Engine::trace)
       .def("take_trace", &take_trace);
   nb::class_<shoal::SingleRank>(m, "SingleRank")
-      .def(nb::init<>())
+      .def(nb::new_([] { return std::make_shared<shoal::SingleRank>(); }))
       .def("c_group", [](std::shared_ptr<shoal::SingleRank> single) {
         return reinterpret_cast<std::uintptr_t>(shoal::share_single(std::move(single)));
       })
@@ -761,7 +765,7 @@ NB_MODULE(_core, m) {
   m.def("cpu_features", &cpu_features);
   m.def("simd_levels", &simd_levels);
   m.def("crc32c", [](const nb::bytes& data) { return shoal::crc32c(data.c_str(), data.size()); }, nb::arg("data"));
-  m.def("fabric_state", &fabric_state, nb::call_guard<nb::gil_scoped_release>());
+  m.def("fabric_state", &fabric_state, nb::call_guard<WithoutGil>());
   // noconvert: the sum would be written to a converted copy of the output
   m.def("sum_in_rank_order", &sum_in_rank_order, nb::arg("out").noconvert(), nb::arg("inputs").noconvert(),
         nb::arg("dtype").none(), nb::arg("num_threads"), nb::arg("level").none());

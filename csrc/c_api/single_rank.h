@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,7 +17,7 @@
 
 namespace shoal {
 
-class SingleRank {
+class SingleRank : public std::enable_shared_from_this<SingleRank> {
  public:
   std::uint64_t submit(OpSpec spec) { return submit_all({std::move(spec)}).front(); }
 

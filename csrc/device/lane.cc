@@ -245,10 +245,12 @@ std::optional<std::uint64_t> Lane::next_ended(double timeout_s) {
 
 void Lane::stop() {
   if (getpid() != pid_) return;
+  std::map<const void*, std::shared_ptr<ChunkEngine>> engines;  // let go without the lock
   const MutexLock lock(core_->mutex);
   core_->stopping = true;
   core_->to_send.notify_all();
   while (core_->num_threads > 0) core_->ended.wait(core_->mutex);
+  engines.swap(core_->engines);
 }
 
 std::map<std::string, std::uint64_t> Lane::counters() const {

@@ -91,8 +91,8 @@ class Lane {
   // Lets the threads end, once all transfers have; does not wait for them.
   ~Lane();
 
-  // Returns the engine that was made for this object before, or makes it. It lives as long as the lane: the object may
-  // belong to Python, and no thread of the lane or of an engine should wait for Python to let it go.
+  // Returns the engine that was made for this object before, or makes it. It lives until the lane is stopped: no thread of the
+  // lane, nor of the engine, should be the one that lets it go.
   std::shared_ptr<ChunkEngine> engine_of(const void* object, const std::function<std::shared_ptr<ChunkEngine>()>& make);
 
   // Begins a transfer and returns its number. Returns at once. The memory of the tables stays valid until work on the

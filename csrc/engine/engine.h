@@ -25,7 +25,7 @@
 
 namespace shoal {
 
-class Engine : private ChannelEvents {
+class Engine : private ChannelEvents, public std::enable_shared_from_this<Engine> {
  public:
   // Starts listening. Throws std::runtime_error if it cannot, std::invalid_argument for an option out of range.
   explicit Engine(EngineOptions options);

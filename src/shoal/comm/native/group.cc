@@ -261,7 +261,7 @@ class ShoalBackend final : public c10d::Backend {
     return delegate("scatter", outputs, inputs, opts);
   }
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     python().attr("monitored_barrier")(state()->limit(opts.timeout), wait_all_ranks);
   }
 
@@ -282,11 +282,11 @@ class ShoalBackend final : public c10d::Backend {
 #ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.14
   bool supportsReconfigure() const override { return true; }
   c10d::ReconfigureHandle get_reconfigure_handle() const override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     return python().attr("get_reconfigure_handle")().cast<std::string>();
   }
   WorkPtr reconfigure(const c10d::ReconfigureOptions& opts) override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     const py::object group = python();
     group.attr("reconfigure")(opts);
     const py::object engine = group.attr("engine"), idle = group.attr("operations").attr("idle");
@@ -303,19 +303,19 @@ class ShoalBackend final : public c10d::Backend {
                                     const c10::intrusive_ptr<Options>& opts) override;
 
   uint64_t getSequenceNumberForGroup() override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     return python().attr("getSequenceNumberForGroup")().cast<uint64_t>();
   }
   void setSequenceNumberForGroup() override {}
 
   void setTimeout(Milliseconds timeout) override {
     state()->set_timeout(timeout);
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     python().attr("set_timeout")(timeout);
   }
 
   void abort() override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     python().attr("abort")();
   }
   void shutdown() override { state()->shutdown(); }
@@ -372,7 +372,7 @@ class ShoalBackend final : public c10d::Backend {
   // Calls a method of the Python group that returns a work.
   template <class... Args>
   WorkPtr delegate(const char* method, const Args&... args) {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     const auto group = state();
     group->delegated();
     return coalesced(c10::make_intrusive<PythonWork>(group->python().attr(method)(args...)));
@@ -401,7 +401,7 @@ c10::intrusive_ptr<c10d::Backend> create(py::object python, py::object idle, con
 c10::intrusive_ptr<c10d::Backend> ShoalBackend::split(const c10::intrusive_ptr<c10d::Store>&,
                                                       const std::vector<int>& ranks,
                                                       const c10::intrusive_ptr<Options>& opts) {
-  const py::gil_scoped_acquire gil;
+  const shoal::WithGil gil;
   const py::object group = python().attr("split_group")(ranks, opts->timeout, py::none(), opts->group_name);
   if (group.is_none()) return nullptr;
   return py::module_::import("shoal.comm.native_group").attr("wrap")(group).cast<c10::intrusive_ptr<c10d::Backend>>();

@@ -28,6 +28,8 @@
 #include <utility>
 #include <vector>
 
+#include "gil.h"
+
 namespace shoal_torch {
 
 using Milliseconds = std::chrono::milliseconds;
@@ -54,12 +56,12 @@ class WithoutGil {
   }
 
  private:
-  std::optional<py::gil_scoped_release> released_;
+  std::optional<shoal::WithoutGil> released_;
 };
 
 [[noreturn]] inline void raise(const char* module, const char* type, const std::string& message) {
   if (python_is_ending()) throw std::runtime_error(message);
-  const py::gil_scoped_acquire gil;
+  const shoal::WithGil gil;
   PyErr_SetString(py::module_::import(module).attr(type).ptr(), message.c_str());
   throw py::error_already_set();
 }
@@ -128,9 +130,13 @@ class Operands {
     if (entries.empty()) return;
     std::thread([entries = std::move(entries), group = std::move(group)]() mutable {
       for (const Entry& each : entries) shoal_wait(group.get(), each.handle, -1);
-      if (!python_is_ending()) return;
-      new std::deque<Entry>(std::move(entries));  // the process ends: nobody can destroy Python objects now
-      group.release();
+      if (python_is_ending()) {  // nobody can destroy Python objects now
+        new std::deque<Entry>(std::move(entries));
+        static_cast<void>(group.release());
+        return;
+      }
+      const shoal::WithGil gil;  // for the tensors' Python objects
+      entries.clear();
     }).detach();
   }
 
@@ -174,7 +180,7 @@ class GroupState {
       return;
     }
     operands_.outlive(CGroup(shoal_group_retain(group_.get())));
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     idle_ = py::object();
     python_ = py::object();  // closes the engine
     group_.reset();
@@ -209,7 +215,7 @@ class GroupState {
   // Handles signals and logs the engine's events. Called about every second of a wait; may raise.
   void idle() {
     if (python_is_ending()) throw std::runtime_error("the interpreter ends");
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
     idle_();
   }
@@ -218,7 +224,7 @@ class GroupState {
   void shutdown() {
     if (closed_.exchange(true)) return;
     {
-      const py::gil_scoped_acquire gil;
+      const shoal::WithGil gil;
       python_.attr("shutdown")();
     }
     operands_.clear();
@@ -230,7 +236,7 @@ class GroupState {
   // Lets the Python group release the memory of its operations that have ended, as submit() does with others.
   void settle_delegated() {
     if (python_is_ending()) return;
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     delegated_ = python_.attr("operations").attr("settle_ended")().cast<bool>();
   }
 
@@ -422,7 +428,7 @@ class PythonWork final : public c10d::Work {
       inner_.release();
       return;
     }
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     inner_.reset();
     work_ = py::object();
   }
@@ -435,7 +441,7 @@ class PythonWork final : public c10d::Work {
   int sourceRank() const override { return call("source_rank").cast<int>(); }
 
   std::vector<at::Tensor> result() override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     const py::object found = work_.attr("result")();
     try {
       return found.cast<std::vector<at::Tensor>>();
@@ -445,7 +451,7 @@ class PythonWork final : public c10d::Work {
   }
 
   std::exception_ptr exception() const override {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     const py::object error = work_.attr("exception")();
     if (error.is_none()) return nullptr;
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
@@ -457,17 +463,17 @@ class PythonWork final : public c10d::Work {
   struct Result {
     py::object value;
     ~Result() {
-      const py::gil_scoped_acquire gil;
+      const shoal::WithGil gil;
       value = py::object();
     }
     template <class T>
     T cast() const {
-      const py::gil_scoped_acquire gil;
+      const shoal::WithGil gil;
       return value.cast<T>();
     }
   };
   Result call(const char* method) const {
-    const py::gil_scoped_acquire gil;
+    const shoal::WithGil gil;
     return {work_.attr(method)()};
   }
 
