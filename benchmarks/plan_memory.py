@@ -77,7 +77,7 @@ def tracked_bytes(sample: Sample, num_samples: int, precision: str, state_bytes:
     model = copy.deepcopy(sample.model).train()
     if sample.recompute is not None:
         sample.recompute(model)
-    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(precision == "bf16"):
+    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(True):
         replace_weights(model, DEVICE)
         inputs = inputs_for(sample, num_samples)
         weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 
 from benchmarks.harness import Benchmark
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 from shoal.decide.workload import Layer, Workload
 from shoal.planner.convergence import Convergence, at_any_batch
 from shoal.planner.hardware import Catalog
@@ -35,10 +35,9 @@ def training_of(num_workers: int) -> Training:
     layers = tuple(
         Layer(name=f"layer.{index}", num_parameters=1_500_000, forward_flops=5e8) for index in range(200)
     )
+    kept = {Numerics.FP16: Activations(sample_bytes=1e8)}
     part = Part(
-        workload=Workload(
-            name="made", layers=layers, num_kernels=1200, activations={"bf16": Activations(sample_bytes=1e8)}
-        ),
+        workload=Workload(name="made", layers=layers, num_kernels=1200, activations=kept),
         convergence=Convergence(name="made", source="made", points=at_any_batch(1e8), largest_batch=1 << 16),
         global_batch=32 * num_workers,
         achieved_flops=4e13,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 from shoal.decide.workload import Layer, Workload
 from shoal.planner.hardware import Accelerator, Instance, Machines, Network
 
@@ -63,8 +63,7 @@ def hosts(
 
 
 KEPT = {
-    precision: Activations(sample_bytes=num_bytes)
-    for precision, num_bytes in (("fp32", 2e6), ("bf16", 1e6), ("fp16", 1e6))
+    numerics: Activations(sample_bytes=2e6 if numerics.precision == "fp32" else 1e6) for numerics in Numerics
 }
 
 

@@ -182,7 +182,6 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         assuming_kernels(True),
         mock.patch("shoal.native.is_built", lambda: False),
-        mock.patch("shoal.models.token_losses.runs_kernels", lambda device: True),
         mock.patch("shoal.models.detection.operators.runs_triton", lambda device_type: True),
     ):
         yield

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from shoal.decide.footprint import KERNEL_SHARED_BYTES
 from shoal.decide.rng import DROPOUT_RANGE
 from shoal.env.machine import compiler_problem
 
@@ -108,7 +109,7 @@ def windowed(bounds: Tensor, window: int) -> Tensor:
 
 @contextmanager
 def assuming_kernels(has_kernels: bool) -> Iterator[None]:
-    """Choose attention as on a device with or without its kernels, in this process, to count its memory."""
+    """Choose operators as on a device with or without the kernels, in this process, to count their memory."""
     global _assumed_kernels
     before, _assumed_kernels = _assumed_kernels, has_kernels
     try:
@@ -119,25 +120,24 @@ def assuming_kernels(has_kernels: bool) -> Iterator[None]:
 
 def has_kernels(device: torch.device, dtype: torch.dtype, num_columns: int, p: float) -> bool:
     """Return whether there are kernels for heads of so many columns and this dropout on a device."""
-    there = (
+    return (
         dtype in (torch.bfloat16, torch.float16)
         and num_columns in (16, 32, 64, 128)
         and round(p * DROPOUT_RANGE) < DROPOUT_RANGE
-        and (runs_kernels(device) if _assumed_kernels is None else _assumed_kernels)
+        and runs_kernels(device)
     )
-    if there:
-        _load()
-    return there
 
 
 def runs_kernels(device: torch.device) -> bool:
     """Return whether a device runs the kernels, some of them for other types and sizes."""
-    there = (
-        USES_KERNELS
-        and device.type == "cuda"
-        and torch.cuda.is_available()
-        and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 128 << 10
-    )
+    there = _assumed_kernels
+    if there is None:
+        there = (
+            USES_KERNELS
+            and device.type == "cuda"
+            and torch.cuda.is_available()
+            and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= KERNEL_SHARED_BYTES
+        )
     if there:
         _load()
     return there

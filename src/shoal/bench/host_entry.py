@@ -40,6 +40,8 @@ class HostEntry:
     """None: no interface says its rate."""
     is_cpu: bool = False
     """The device is the host's processors."""
+    shared_kib: int = 0
+    """Most shared memory of a block on a GPU."""
 
     def toml(self, name: str, date: str) -> str:
         """Return a catalog file with this host as ``name``."""
@@ -47,7 +49,8 @@ class HostEntry:
         of_nic = "the rate of its interface" if self.nic_gbit_per_s else "the network is assumed"
         rates = ", ".join(f"{key} = {value:.4g}" for key, value in self.tflops.items())
         source = json.dumps(f"measured on {date}: one large product and one large copy on {self.device}")
-        of_cpu = "cpu = true\n" if self.is_cpu else ""
+        shared = f"shared_kib = {self.shared_kib}\n" if self.shared_kib else ""
+        of_kind = "cpu = true\n" if self.is_cpu else shared
         network = json.dumps(f"{of_nic}; measure it with shoal bench comm")
         return (
             f"[accelerator.{json.dumps(name)}]\n"
@@ -56,7 +59,7 @@ class HostEntry:
             f"clock_ghz = {self.clock_ghz:.4g}\n"
             f"tflops = {{ {rates} }}\n"
             f"source = {source}\n"
-            f"{of_cpu}\n"
+            f"{of_kind}\n"
             f"[instance.{json.dumps(name)}]\n"
             f"accelerator = {json.dumps(name)}\n"
             f"num_accelerators = {self.num_devices}\n"
@@ -90,6 +93,7 @@ def measure_host() -> HostEntry:
         tflops={key: matmul_flops_per_s(device, dtype) / 1e12 for key, dtype in types.items()},
         nic_gbit_per_s=nic_gbit_per_s(),
         is_cpu=not on_gpu,
+        shared_kib=properties.shared_memory_per_block_optin >> 10 if properties else 0,
     )
 
 

@@ -6,14 +6,59 @@ its class. What the forward pass keeps was counted (:mod:`shoal.models.step_memo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
 
+KERNEL_SHARED_BYTES = 128 << 10
+"""Shared memory per block that a GPU needs for our kernels (:func:`shoal.attention.runs_kernels`)."""
 _ONE_MOMENT = frozenset({"sgd", "lars", "novograd", "muon"})
+
+
+class Numerics(StrEnum):
+    """Precision and operators of a forward pass, on which the bytes that it keeps depend.
+
+    In 16 bits, autocast on CPUs keeps other tensors than on GPUs. The kernels of attention, which are for 16
+    bits, and of the losses of tokens keep fewer.
+    """
+
+    FP32 = "fp32"
+    FP32_KERNELS = "fp32-kernels"
+    BF16 = "bf16"
+    BF16_KERNELS = "bf16-kernels"
+    BF16_CPU = "bf16-cpu"
+    FP16 = "fp16"
+    FP16_KERNELS = "fp16-kernels"
+    FP16_CPU = "fp16-cpu"
+
+    @classmethod
+    def of(cls, precision: str, *, is_cpu: bool, has_kernels: bool) -> Numerics:
+        """Return those of a device, for ``fp32``, ``bf16`` or ``fp16``."""
+        of_cpu = "" if precision == "fp32" else "-cpu"
+        return cls(precision + (of_cpu if is_cpu else "-kernels" if has_kernels else ""))
+
+    @property
+    def precision(self) -> str:
+        return self.partition("-")[0]
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.endswith("-cpu")
+
+    @property
+    def has_kernels(self) -> bool:
+        return self.endswith("-kernels")
+
+    @property
+    def without_kernels(self) -> Numerics:
+        """The same precision by torch's operators alone."""
+        return Numerics(self.removesuffix("-kernels"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes that the forward pass of a micro-batch keeps for its backward pass, in one precision."""
+    """Bytes that the forward pass of a micro-batch keeps for its backward pass, with some numerics."""
 
     sample_bytes: float
     """For each sample."""
@@ -39,6 +84,22 @@ class Activations:
             )
         )
         return Activations(sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
+
+
+class CountedActivations(Mapping[Numerics, Activations]):
+    """Activations by numerics, each counted when it is first looked up."""
+
+    def __init__(self, count: Callable[[Numerics], Activations]) -> None:
+        self._count = cache(count)
+
+    def __getitem__(self, numerics: Numerics) -> Activations:
+        return self._count(numerics)
+
+    def __iter__(self) -> Iterator[Numerics]:
+        return iter(Numerics)
+
+    def __len__(self) -> int:
+        return len(Numerics)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shoal.decide.cost import ModelCost, Unit, stage_costs
-from shoal.decide.footprint import Footprint
+from shoal.decide.footprint import Footprint, Numerics
 from shoal.decide.partition import partition
 from shoal.decide.pipeline_simulator import loop_placement
 from shoal.decide.server_assignment import DDP_BUCKET_BYTES
@@ -78,7 +78,7 @@ def footprint_of(
     micro_batch: float,
     num_micro_batches: int,
     replicas: int,
-    precision: str,
+    numerics: Numerics,
 ) -> Footprint:
     """Return the memory of the fullest device of a layout.
 
@@ -90,7 +90,7 @@ def footprint_of(
         micro_batch: samples per micro-batch.
         num_micro_batches: per replica and step.
         replicas: among which the optimizer's state, or all of the state, is divided.
-        precision: of the activations that are kept for the backward pass.
+        numerics: of the device, whose activations are kept for the backward pass.
     """
     own = workload if layout.tensor == 1 else workload.parts[layout.tensor]
     held = own.num_parameters * fullest_share(workload, stages=layout.stages, virtual=layout.virtual)
@@ -99,8 +99,8 @@ def footprint_of(
     beside = 1 / replicas if layout.shard else 0.0
     whole = workload.gathered if layout.shard and layout.stages == 1 else 1.0
     owned = beside or (workload.owned(replicas) if layout.sharded_optimizer else 1.0)
-    has_kernels = layout.stages == 1 or not workload.explicit_stages
-    kept = own.activations["fp16" if precision == "bf16" and not has_kernels else precision]
+    is_explicit = layout.stages > 1 and workload.explicit_stages
+    kept = own.activations[numerics.without_kernels if is_explicit else numerics]
     num_samples = micro_batch * min(layout.stages, num_micro_batches)
     return Footprint(
         weights_bytes=round(4 * held * (whole + beside)),

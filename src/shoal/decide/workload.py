@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 from shoal.decide.ownership import largest_share
 from shoal.errors import UsageError
 
@@ -51,8 +51,7 @@ class LayerPart:
     """Memory of one of the workers that divide each layer among them."""
 
     num_parameters: int
-    activations: Mapping[str, Activations]
-    """By precision."""
+    activations: Mapping[Numerics, Activations]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +67,8 @@ class Workload:
     """In the order of the forward pass."""
     num_kernels: int
     """Device operations of the forward and backward pass of one micro-batch."""
-    activations: Mapping[str, Activations] = field(hash=False)
-    """Kept from forward to backward, by precision: ``fp32``, ``bf16``, and ``fp16`` of devices without bf16
-    and the attention kernels."""
+    activations: Mapping[Numerics, Activations] = field(hash=False)
+    """Kept from forward to backward."""
     relay_bytes: float = 0.0
     """Across a cut between two layers, per sample, with 16-bit activations; 0: unknown, and taken as free."""
     summed_bytes: float = 0.0
@@ -95,7 +93,7 @@ class Workload:
     equal_shares: bool = False
     """All workers need parts of one size, as the stages of a pipeline do."""
     explicit_stages: bool = False
-    """Stages of a pipeline do not have the attention kernels: in bf16 they keep what they keep in fp16."""
+    """Stages of a pipeline have none of our kernels."""
     refuses_fp16: str = ""
     """The model whose activations overflow in fp16, if it is one."""
     work_spread: float = 0.0

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.attention import assuming_kernels
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 
 TYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types of autocast by precision."""
@@ -39,9 +39,7 @@ def kept_activations(
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     *,
     num_samples: int,
-    precision: str,
-    device_type: str = "cuda",
-    has_kernels: bool | None = None,
+    numerics: Numerics,
 ) -> Activations:
     """Return what a forward pass keeps until the backward pass, and what that adds where it holds most.
 
@@ -53,30 +51,25 @@ def kept_activations(
         inputs: one batch, of which only shapes matter.
         loss: computes a scalar from the model and its inputs.
         num_samples: in the batch.
-        precision: ``fp32``, ``bf16`` or ``fp16``, the autocast type.
-        device_type: ``cuda`` or ``cpu``; no such device is needed.
-        has_kernels: packed attention is one kernel (:mod:`shoal.attention`), where its shapes allow;
-            default: in bf16 on CUDA, the precision of devices that have it.
+        numerics: of a device, which need not be there.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         >>> kept_activations(
         ...     model, {"x": torch.empty(2, 4)}, lambda model, inputs: model(inputs["x"]).sum(),
-        ...     num_samples=2, precision="fp32", device_type="cpu",
+        ...     num_samples=2, numerics=Numerics.FP32,
         ... )
         Activations(sample_bytes=98.0, fixed_bytes=128.0)
     """
-    if has_kernels is None:
-        has_kernels = (device_type, precision) == ("cuda", "bf16")
     copied = copy.deepcopy(model)  # before the mode begins, which copies no tensors with values
-    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(has_kernels):
-        device = torch.device("cuda:0" if device_type == "cuda" else device_type)
+    with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(numerics.has_kernels):
+        device = torch.device("cpu" if numerics.is_cpu else "cuda:0")
         weights = replace_weights(copied, device)
         placed = {
             name: _empty(each, device) if isinstance(each, Tensor) else each for name, each in inputs.items()
         }
         alive = _Alive(weights, [each for each in placed.values() if isinstance(each, Tensor)])
-        with autocast_on(device_type, TYPES[precision]), FusedAttention(), alive:
+        with autocast_on(device.type, TYPES[numerics.precision]), FusedAttention(), alive:
             value = loss(copied, placed)
         gc.collect()  # outputs in cycles, which would count until some later collection
         copies = alive.copies_bytes

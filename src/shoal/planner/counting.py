@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, CountedActivations, Numerics
 from shoal.decide.workload import WIDTHS, Layer, LayerPart, Workload, gathered_share
 from shoal.errors import UsageError, import_extra
 from shoal.json_text import parse_json
 from shoal.models.layers import blocks_of
 from shoal.models.profile import StepProfile, profile_step
-from shoal.models.step_memory import TYPES, kept_activations
+from shoal.models.step_memory import kept_activations
 from shoal.planner.hardware import shipped
 
 
@@ -88,12 +88,12 @@ def workload_of_function(text: str) -> Workload:
 
 
 def workload_of_profile(
-    name: str, profile: StepProfile, activations: Mapping[str, Activations], **fields: Any
+    name: str, profile: StepProfile, activations: Mapping[Numerics, Activations], **fields: Any
 ) -> Workload:
     """Return the workload of a step that was counted.
 
     Args:
-        activations: by precision.
+        activations: by numerics.
         fields: further fields of :class:`~shoal.decide.workload.Workload`.
     """
     return Workload(
@@ -128,12 +128,11 @@ def _activations(
     inputs: Mapping[str, Any],
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     num_samples: int,
-) -> dict[str, Activations]:
-    """Return what the forward pass keeps, by precision."""
-    return {
-        precision: kept_activations(model, inputs, loss, num_samples=num_samples, precision=precision)
-        for precision in TYPES
-    }
+) -> CountedActivations:
+    """Return what the forward pass keeps."""
+    return CountedActivations(
+        lambda numerics: kept_activations(model, inputs, loss, num_samples=num_samples, numerics=numerics)
+    )
 
 
 def weight_sizes(model: nn.Module) -> tuple[tuple[int, int], ...]:

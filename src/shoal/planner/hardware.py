@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.decide.cost import Link
+from shoal.decide.footprint import KERNEL_SHARED_BYTES, Numerics
 from shoal.errors import UsageError, cannot_read, did_you_mean
 
 GIB = 1 << 30
@@ -43,6 +44,13 @@ class Accelerator:
     """Compute capability of a device for which current builds of torch have no kernels, such as 7.0."""
     is_cpu: bool = False
     """The processors of a host."""
+    shared_bytes: int = 0
+    """Most shared memory that a kernel can ask for per block; 0: unknown, taken as too little for ours."""
+
+    def numerics(self, precision: str) -> Numerics:
+        """Return those of a training in ``precision``."""
+        has_kernels = self.shared_bytes >= KERNEL_SHARED_BYTES
+        return Numerics.of(precision, is_cpu=self.is_cpu, has_kernels=has_kernels)
 
     @property
     def precision(self) -> str:
@@ -323,7 +331,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _accelerator(entry: _Entry) -> Accelerator:
     entry.check_keys(
-        {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"}, {"capability", "cpu"}
+        {"memory_gib", "memory_gbyte_per_s", "clock_ghz", "tflops", "source"},
+        {"capability", "cpu", "shared_kib"},
     )
     tflops = _Entry("", f"{entry.label}, tflops", entry.values["tflops"])
     tflops.check_keys({"fp32"}, {"tf32", "fp16", "bf16", "fp8"})
@@ -336,6 +345,7 @@ def _accelerator(entry: _Entry) -> Accelerator:
         source=entry.values["source"],
         capability=entry.values.get("capability", ""),
         is_cpu=bool(entry.values.get("cpu", False)),
+        shared_bytes=int(entry.number("shared_kib", 1 << 10)) if "shared_kib" in entry.values else 0,
     )
 
 

@@ -227,7 +227,7 @@ def predict(
                 micro_batch=part.global_batch / replicas / step.micro_batches,
                 num_micro_batches=step.micro_batches,
                 replicas=replicas,
-                precision=part.precision,
+                numerics=require_accelerators(workers).numerics(part.precision),
             )
         )
     if training.data is not None:
@@ -330,7 +330,7 @@ def largest_micro_batch(
             micro_batch=micro,
             num_micro_batches=1,
             replicas=1,
-            precision=precision or accelerator.precision,
+            numerics=accelerator.numerics(precision or accelerator.precision),
         ).total_bytes
 
     room = accelerator.memory_bytes * (1 - RESERVED)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 from shoal.decide.workload import Layer, LayerPart, Workload
 from shoal.errors import UsageError, did_you_mean
 from shoal.json_text import parse_json
@@ -111,10 +111,10 @@ def catalog() -> dict[str, list[Workload]]:
     return workloads
 
 
-def _activations(entry: Mapping[str, list[float]]) -> dict[str, Activations]:
+def _activations(entry: Mapping[str, list[float]]) -> dict[Numerics, Activations]:
     return {
-        precision: Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
-        for precision, (of_sample, of_copies) in entry.items()
+        Numerics(name): Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
+        for name, (of_sample, of_copies) in entry.items()
     }
 
 

@@ -157,7 +157,8 @@ class _Shape:
 
 def _holds_model(training: Training, workers: Machines, shape: _Shape) -> bool:
     """Return whether a device has room for the model and one sample."""
-    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
+    device = require_accelerators(workers)
+    room = device.memory_bytes * (1 - RESERVED)
     layout = Layout(
         global_batch=1, shard=shape.divided == "all", sharded_optimizer=shape.divided == "optimizer"
     )
@@ -168,7 +169,7 @@ def _holds_model(training: Training, workers: Machines, shape: _Shape) -> bool:
             micro_batch=1,
             num_micro_batches=1,
             replicas=workers.num_accelerators,
-            precision=part.precision,
+            numerics=device.numerics(part.precision),
         ).total_bytes
         <= room
         for part in training.parts
@@ -181,7 +182,8 @@ def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layo
     Raises:
         _Lacks: none fits.
     """
-    room = require_accelerators(workers).memory_bytes * (1 - RESERVED)
+    device = require_accelerators(workers)
+    room = device.memory_bytes * (1 - RESERVED)
     replicas = workers.num_accelerators // (shape.stages * shape.tensor)
     needed, layout = 0, None
     for number, layout in enumerate(_candidates(part, workers, shape)):
@@ -192,7 +194,7 @@ def _first_that_fits(part: Part, workers: Machines, shape: _Shape) -> tuple[Layo
             micro_batch=layout.micro_batch,
             num_micro_batches=round(part.global_batch / replicas / layout.micro_batch),
             replicas=replicas,
-            precision=part.precision,
+            numerics=device.numerics(part.precision),
         ).total_bytes
         if needed <= room:
             return layout, number == 0

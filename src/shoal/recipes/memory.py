@@ -7,10 +7,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shoal.decide.batch import BatchPlan, StagesConfig
-from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
+from shoal.decide.footprint import (
+    Activations,
+    CountedActivations,
+    Footprint,
+    Numerics,
+    optimizer_state_bytes,
+)
 from shoal.decide.layout import RESERVED, Layout, footprint_of
 from shoal.decide.workload import LayerPart, Workload
 from shoal.errors import UsageError
@@ -35,27 +42,13 @@ def profile_of(sample: Sample) -> StepProfile:
     return profile_step(model, lambda: sample.loss(model, inputs), num_samples=sample.num_samples)
 
 
-def activations_of(
-    sample: Sample, precision: str, device_type: str = "cuda", *, has_kernels: bool | None = None
-) -> Activations:
-    """Return what the forward pass of a sample keeps, with the dropout of the training.
-
-    Args:
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device_type: ``cuda`` or ``cpu``; no such device is needed.
-        has_kernels: of attention; default: in bf16 on CUDA.
-    """
+def activations_of(sample: Sample, numerics: Numerics) -> Activations:
+    """Return what the forward pass of a sample keeps, with the dropout of the training."""
     from shoal.models.step_memory import kept_activations
 
     def kept(model: nn.Module) -> Activations:
         return kept_activations(
-            model.train(),
-            sample.inputs,
-            with_keys,
-            num_samples=sample.num_samples,
-            precision=precision,
-            device_type=device_type,
-            has_kernels=has_kernels,
+            model.train(), sample.inputs, with_keys, num_samples=sample.num_samples, numerics=numerics
         )
 
     def with_keys(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -94,7 +87,7 @@ class MemoryCount:
         )
         lines = [f"memory       {needed}"]
         if self.machines is not None:
-            lines += _lines_about(self.machines, precision_of(config, self.machines)[0], needed)
+            lines += _lines_about(self.machines, numerics_of(config, self.machines).precision, needed)
         return "\n".join(lines)
 
 
@@ -116,16 +109,26 @@ def usable_bytes(machines: Machines) -> int:
     return int((1 - RESERVED) * require_accelerators(machines).memory_bytes)
 
 
-def precision_of(config: Any, machines: Machines | None) -> tuple[str, str]:
-    """Return the precision of a training on these hosts, and the type of its device."""
+def numerics_of(config: Any, machines: Machines | None) -> Numerics:
+    """Return the numerics of a training on hosts of the catalog; ``None``: on this one."""
     if machines is None:
-        return precision_here(config)
-    device_type = "cpu" if machines.instance.is_cpu else "cuda"
-    if config.train.precision != "auto":
-        return config.train.precision, device_type
+        return _numerics_here(config)
+    device, precision = require_accelerators(machines), config.train.precision
+    if precision != "auto":
+        return device.numerics(precision)
     servers = getattr(config, "servers", ServersConfig())
     no_fp16 = refuses_fp16(config, config.train, config.distributed, servers)
-    return machines.instance.precision(refuses_fp16=bool(no_fp16)), device_type
+    return device.numerics(machines.instance.precision(refuses_fp16=bool(no_fp16)))
+
+
+def _numerics_here(config: Any) -> Numerics:
+    import torch
+
+    from shoal.attention import runs_kernels
+
+    precision, device_type = precision_here(config)
+    has_kernels = runs_kernels(torch.device(device_type))
+    return Numerics.of(precision, is_cpu=device_type == "cpu", has_kernels=has_kernels)
 
 
 def memory_of(sample: Sample, config: Any, batch: BatchPlan, machines: Machines | None = None) -> Footprint:
@@ -142,12 +145,9 @@ def memory_by_batch(
     sample: Sample, config: Any, machines: Machines | None = None
 ) -> Callable[[BatchPlan], Footprint]:
     """Return :func:`memory_of` as a function of the batch, for which the forward pass is counted once."""
-    precision, device_type = precision_of(config, machines)
+    numerics = numerics_of(config, machines)
     parallel = getattr(config, "parallel", StagesConfig())
-    has_kernels = False if parallel.pipeline > 1 and getattr(config, "explicit_stages", False) else None
-    part = part_of(sample, parallel.tensor)
-    activations = activations_of(part, precision, device_type, has_kernels=has_kernels)
-    counted = _counted(sample, config, parallel.pipeline, parallel.tensor, part, {precision: activations})
+    counted = _counted(sample, config, parallel.pipeline, parallel.tensor)
 
     def of_batch(batch: BatchPlan) -> Footprint:
         return footprint_of(
@@ -163,7 +163,7 @@ def memory_by_batch(
             micro_batch=batch.micro_batch_size,
             num_micro_batches=batch.accumulation_steps,
             replicas=batch.num_workers,
-            precision=precision,
+            numerics=numerics,
         )
 
     return of_batch
@@ -187,24 +187,15 @@ def part_of(sample: Sample, num_workers: int) -> Sample:
     return replace(sample, model=model, blocks=blocks)
 
 
-def _counted(
-    sample: Sample,
-    config: Any,
-    stages: int,
-    tensor: int,
-    part: Sample,
-    activations: Mapping[str, Activations],
-) -> Workload:
-    """Return what memory depends on; layers are only counted where stages divide them.
-
-    Args:
-        part: the sample on one of ``tensor`` workers, whose activations are given.
-    """
+def _counted(sample: Sample, config: Any, stages: int, tensor: int) -> Workload:
+    """Return what memory depends on; layers are only counted where stages divide them."""
     from shoal.models.profile import StepProfile
     from shoal.planner.counting import weight_sizes, workload_of_profile
 
     whole = StepProfile(layers=(("model", sample.num_parameters, 0.0),), num_operations=0, num_samples=1)
     profile = profile_of(sample) if stages > 1 else whole
+    part = part_of(sample, tensor)
+    activations = CountedActivations(partial(activations_of, part))
     return workload_of_profile(
         type(sample.model).__name__,
         profile,
@@ -214,6 +205,7 @@ def _counted(
         state_bytes=state_bytes(config, sample.model),
         weight_sizes=weight_sizes(sample.model),
         trainable=sample.num_trainable / sample.num_parameters,
+        explicit_stages=getattr(config, "explicit_stages", False),
     )
 
 

@@ -400,10 +400,10 @@ def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "Model
     from shoal.pipelining.export_graph import export_model
     from shoal.pipelining.roofline import DeviceRates, estimate_cost
     from shoal.planner.prediction import rates_of
-    from shoal.recipes.memory import activations_of, precision_of
+    from shoal.recipes.memory import activations_of, numerics_of
 
-    spans, (precision, _) = config.spans(), precision_of(config, machines)
-    flops_per_s, bytes_per_s, launch_s = rates_of(machines.instance, precision)
+    spans, numerics = config.spans(), numerics_of(config, machines)
+    flops_per_s, bytes_per_s, launch_s = rates_of(machines.instance, numerics.precision)
     rates = DeviceRates(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s, launch_s=launch_s)
     lengths = {"input_ids": spans.input_length, "labels": spans.target_length}
     with torch.device("meta"):
@@ -411,7 +411,7 @@ def _cost_on(machines: "Machines", config: T5Config, num_samples: int) -> "Model
         batch = {name: torch.zeros(num_samples, size, dtype=torch.int64) for name, size in lengths.items()}
         graph = export_model(model, batch, training=True)
     return estimate_cost(graph, rates).keeping(
-        activations_of(sample(config), precision, has_kernels=False), num_samples
+        activations_of(sample(config), numerics.without_kernels), num_samples
     )
 
 

@@ -14,11 +14,11 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import CountedActivations
 from shoal.decide.workload import LAMB_BYTES, MOMENTUM_BYTES, WIDTHS, LayerPart, Workload
 from shoal.errors import UsageError
 from shoal.planner import api, comparison
@@ -355,7 +355,7 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     workload = workload_of_profile(
         name,
         profile,
-        _activations(sample),
+        CountedActivations(partial(activations_of, sample)),
         unit=config.unit,
         tokens_per_sample=sample.sequence_length,
         optimizer_bytes=MOMENTUM_BYTES if moments == 4 else LAMB_BYTES,
@@ -375,13 +375,6 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
     return replace(workload, num_kernels=workload.num_kernels + sample.more_operations)
 
 
-def _activations(sample: Sample) -> dict[str, Activations]:
-    """Return what the forward pass of a sample keeps, by precision."""
-    from shoal.models.step_memory import TYPES
-
-    return {precision: activations_of(sample, precision) for precision in TYPES}
-
-
 def _parts(sample: Sample) -> Iterator[tuple[int, LayerPart]]:
     """Yield the numbers of workers that can divide each layer of a sample, and the part of one of them."""
     for num_workers in WIDTHS:
@@ -389,7 +382,8 @@ def _parts(sample: Sample) -> Iterator[tuple[int, LayerPart]]:
             part = part_of(sample, num_workers)
         except UsageError:
             continue
-        yield num_workers, LayerPart(num_parameters=part.num_parameters, activations=_activations(part))
+        kept = CountedActivations(partial(activations_of, part))
+        yield num_workers, LayerPart(num_parameters=part.num_parameters, activations=kept)
 
 
 def _counting(function: Callable[P, T]) -> Callable[P, T]:

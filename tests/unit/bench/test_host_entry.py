@@ -47,6 +47,8 @@ def test_an_entry_is_read_as_it_was_measured(tmp_path: Path) -> None:
     path.write_text(replace(entry(), is_cpu=True).toml("mine", "2026-11-28"))
     mine = Catalog([path]).instance("mine")
     assert mine.is_cpu and mine.num_accelerators == 1, "a worker has all processors of its host"
+    path.write_text(replace(entry(), shared_kib=227).toml("mine", "2026-11-28"))
+    assert require_accelerators(Catalog([path]).machines("mine")).shared_bytes == 227 << 10
 
 
 def test_the_fastest_interface_that_says_its_rate(tmp_path: Path) -> None:

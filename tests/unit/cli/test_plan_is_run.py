@@ -16,7 +16,7 @@ import pytest
 
 from shoal.cli.app import main
 from shoal.cli.train import settings_of
-from shoal.decide.footprint import Activations
+from shoal.decide.footprint import Activations, Numerics
 from shoal.errors import EXIT_OK, EXIT_USAGE, UsageError
 from shoal.planner import hardware
 from shoal.planner.answer import command_of
@@ -69,21 +69,11 @@ def dry_run(
     counted: dict[object, Activations] = {}
     count = memory.activations_of
 
-    def once(
-        sample: Sample, precision: str, device_type: str = "cuda", *, has_kernels: bool | None = None
-    ) -> Activations:
+    def once(sample: Sample, numerics: Numerics) -> Activations:
         shapes = tuple(tuple(each.shape) for each in sample.inputs.values() if hasattr(each, "shape"))
-        key = (
-            type(sample.model),
-            sample.num_parameters,
-            sample.num_trainable,
-            shapes,
-            precision,
-            device_type,
-            has_kernels,
-        )
+        key = (type(sample.model), sample.num_parameters, sample.num_trainable, shapes, numerics)
         if key not in counted:
-            counted[key] = count(sample, precision, device_type, has_kernels=has_kernels)
+            counted[key] = count(sample, numerics)
         return counted[key]
 
     monkeypatch.setattr(memory, "activations_of", once)
@@ -249,6 +239,23 @@ def test_a_plan_with_hosts_that_evaluate_is_what_its_command_trains(dry_run: Dry
     status, said = dry_run("albert", "base", *words[: words.index("--rdzv")], "--cluster", "5xp4d.24xlarge")
     assert status == EXIT_OK
     assert_run_as_planned(found, said)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("cluster", ["1xc5n.18xlarge", "1xg6e.12xlarge", "1xp4d.24xlarge"])
+def test_a_plan_in_16_bits_is_what_its_command_trains(precision: str, cluster: str, dry_run: DryRun) -> None:
+    """On processors, on GPUs without the attention kernels, and on those with them."""
+    own = own_settings("bert", "tiny", ("--train.precision", precision), settings_of)
+    assert own
+    found = plan(own.name, cluster, presets=own.presets, count=own.count, algorithms=["hierarchical-ring"])[0]
+    status, said = dry_run("bert", "tiny", *command_of(found)[1:], "--cluster", cluster)
+    assert status == EXIT_OK
+    assert_run_as_planned(found, said)
+
+
+def test_a_plan_of_images_on_processors_is_what_its_command_trains(dry_run: DryRun) -> None:
+    """In bf16, as the preset says; autocast on CPUs keeps other tensors."""
+    assert outcome_of("resnet50", "cifar10", "1xc5n.18xlarge", dry_run) == "planned"
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.decide.footprint import Activations, Footprint, optimizer_state_bytes
+from shoal.decide.footprint import Activations, Footprint, Numerics, optimizer_state_bytes
 from shoal.decide.layout import Layout, footprint_of
 from shoal.decide.workload import Layer, LayerPart, Workload
 
@@ -13,12 +13,17 @@ WORKLOAD = Workload(
     name="made",
     layers=tuple(Layer(name=str(n), num_parameters=100 * n, forward_flops=1.0) for n in (1, 2, 3, 4)),
     num_kernels=1,
-    activations={"bf16": Activations(sample_bytes=100, fixed_bytes=10)},
+    activations={
+        Numerics.BF16_KERNELS: Activations(sample_bytes=100, fixed_bytes=10),
+        Numerics.BF16: Activations(sample_bytes=300, fixed_bytes=10),
+    },
     weight_sizes=((50, 2), (100, 2), (150, 2), (200, 2)),
 )
 
 
-def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
+def of(
+    made: Workload, replicas: int = 1, numerics: Numerics = Numerics.BF16_KERNELS, **layout: Any
+) -> Footprint:
     """The memory of a device, with four micro-batches of three samples."""
     return footprint_of(
         made,
@@ -26,7 +31,7 @@ def of(made: Workload, replicas: int = 1, **layout: Any) -> Footprint:
         micro_batch=3,
         num_micro_batches=4,
         replicas=replicas,
-        precision="bf16",
+        numerics=numerics,
     )
 
 
@@ -34,6 +39,25 @@ def test_the_sum_for_each_kind_of_optimizer() -> None:
     for optimizer, state in (("adamw", 8_000), ("sgd", 4_000), ("adafactor", 40)):
         made = replace(WORKLOAD, state_bytes=optimizer_state_bytes(optimizer))
         assert (of(made).optimizer_bytes, of(made).total_bytes) == (state, 8_000 + state + 310)
+
+
+def test_stages_without_attention_kernels_keep_what_devices_without_them_keep() -> None:
+    staged = replace(WORKLOAD, explicit_stages=True)
+    assert of(WORKLOAD, numerics=Numerics.BF16).activations_bytes == 910
+    assert of(staged).activations_bytes == 310
+    assert of(staged, stages=2).activations_bytes == 905, "of two micro-batches in half of the layers"
+
+
+def test_numerics_by_precision_and_device() -> None:
+    found = [
+        Numerics.of(precision, is_cpu=is_cpu, has_kernels=has_kernels)
+        for precision in ("fp32", "fp16")
+        for is_cpu, has_kernels in ((True, False), (False, False), (False, True))
+    ]
+    assert found == ["fp32", "fp32", "fp32-kernels", "fp16-cpu", "fp16", "fp16-kernels"]
+    for each in Numerics:
+        kind = {"is_cpu": each.is_cpu, "has_kernels": each.has_kernels}
+        assert Numerics.of(each.precision, **kind) == each
 
 
 def test_what_a_layout_divides() -> None:
@@ -53,7 +77,8 @@ def test_what_a_layout_divides() -> None:
 
 
 def test_divided_layers_have_the_memory_of_a_part() -> None:
-    part = LayerPart(num_parameters=600, activations={"bf16": Activations(sample_bytes=70, fixed_bytes=6)})
+    kept = {Numerics.BF16_KERNELS: Activations(sample_bytes=70, fixed_bytes=6)}
+    part = LayerPart(num_parameters=600, activations=kept)
     made = replace(WORKLOAD, parts={2: part})
     half = of(made, 2, tensor=2)
     assert (half.weights_bytes, half.gradients_bytes, half.optimizer_bytes) == (2_400, 2_400, 4_800)

@@ -14,10 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from shoal.decide.batch import BatchPlan
+from shoal.decide.footprint import Numerics
 from shoal.decide.layout import Layout, footprint_of
 from shoal.dropout import SampleDropout
 from shoal.models.encoder import full_sequences
 from shoal.models.step_memory import TYPES, FusedAttention, kept_activations
+from shoal.models.token_losses import token_losses
 from shoal.planner.hardware import Catalog
 from shoal.planner.recipe_workloads import catalog
 from shoal.recipes import Sample, script, token_ids
@@ -29,29 +31,49 @@ def test_linear_layers_by_hand() -> None:
     """Sums before the rectification are not kept, nor is the first layer's copy of its weights."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
-    def count(precision: str) -> tuple[float, float]:
+    def count(numerics: Numerics) -> tuple[float, float]:
         found = kept_activations(
             model,
             {"x": torch.empty(32, 8)},
             lambda model, inputs: model(inputs["x"]).sum(),
             num_samples=32,
-            precision=precision,
-            device_type="cpu",
+            numerics=numerics,
         )
         return found.sample_bytes, found.fixed_bytes
 
     gradient = 4 * 8 * 16
-    assert count("fp32") == (
+    assert count(Numerics.FP32) == (
         4 * 16 + 2 * 4 * 16 + 4 / 32,
         gradient,
     )  # the rectified sums, gradients, the loss
-    assert count("bf16") == (
+    assert count(Numerics.BF16_CPU) == (
         2 * (8 + 16) + 2 * 2 * 16 + 2 / 32,
         2 * 16 * 4 + gradient,
     )  # and the input's copy
     assert all(weight.device.type == "cpu" and not weight.is_meta for weight in model.parameters())
     with torch.autocast("cpu", enabled=False):
-        assert count("bf16")[1] == 2 * 16 * 4 + gradient, "an autocast around it keeps no copies alive"
+        inside = count(Numerics.BF16_CPU)[1]
+    assert inside == 2 * 16 * 4 + gradient, "an autocast around it keeps no copies alive"
+
+
+def test_losses_of_tokens_by_hand() -> None:
+    """Of 32 rows of 1,000 logits, on devices with and without the kernels, whatever the counting host has."""
+    kept = {
+        numerics: kept_activations(
+            nn.Linear(8, 1000, bias=False),
+            {"x": torch.empty(32, 8), "labels": torch.zeros(32, dtype=torch.int64)},
+            lambda model, inputs: token_losses(model(inputs["x"]), inputs["labels"])[0].sum(),
+            num_samples=32,
+            numerics=numerics,
+        ).sample_bytes
+        for numerics in Numerics
+    }
+    loss, casts, sums, index, mask = 4 / 32, 2 * 8, 4, 8, 1
+    for each, found in kept.items():
+        is_cast = each.precision != "fp32"
+        number = 2 if is_cast and each.has_kernels else 4  # kernels read logits as they are
+        operands = sums if each.has_kernels else sums + index + mask
+        assert found == is_cast * casts + 3 * number * 1000 + operands + loss, each
 
 
 @pytest.mark.parametrize(
@@ -62,7 +84,9 @@ def test_attention_kernels_keep_no_matrix(
     recipe: str, preset: str, layers: dict[str, int], heads: int
 ) -> None:
     counted = sample_of(recipe, preset, **layers)
-    kernel, explicit = (activations_of(counted, precision).sample_bytes for precision in ("bf16", "fp16"))
+    kernel, explicit = (
+        activations_of(counted, each).sample_bytes for each in (Numerics.BF16_KERNELS, Numerics.BF16)
+    )
     matrices = heads * counted.sequence_length**2
     assert explicit - kernel > 3 * matrices, "weights, dropped weights, their mask"
 
@@ -75,12 +99,19 @@ def test_stages_of_t5_keep_matrices() -> None:
     counted = script("t5").sample(config)
     divided = replace(config, parallel=replace(config.parallel, pipeline=2))
     one, two = (memory_of(counted, each, batch, hosts).activations_bytes for each in (config, divided))
-    bf16, fp16 = (activations_of(counted, precision) for precision in ("bf16", "fp16"))
-    assert one == bf16.of(8) and two == fp16.of(8, 1 / 2) > one / 2
+    kernel, explicit = (activations_of(counted, each) for each in (Numerics.BF16_KERNELS, Numerics.BF16))
+    assert one == kernel.of(8) and two == explicit.of(8, 1 / 2) > one / 2
     whole = catalog()["t5-small"][0]
     layouts = (Layout(global_batch=8), Layout(global_batch=8, stages=2))
     found = [
-        footprint_of(whole, layout, micro_batch=8, num_micro_batches=1, replicas=1, precision="bf16")
+        footprint_of(
+            whole,
+            layout,
+            micro_batch=8,
+            num_micro_batches=1,
+            replicas=1,
+            numerics=Numerics.BF16_KERNELS,
+        )
         for layout in layouts
     ]
     kept = [each.activations_bytes for each in found]
@@ -92,7 +123,7 @@ def test_stages_of_t5_keep_matrices() -> None:
 def test_memory_of_a_worker_within_a_tenth_of_the_tracker(recipe: str, precision: str) -> None:
     """Of the smallest models; weights, gradients and the optimizer's state included."""
     counted = sample_of(recipe, "tiny")
-    kept, state = activations_of(counted, precision, "cpu").of(8), 16 * counted.num_parameters
+    kept, state = activations_of(counted, numerics_on_cpu(precision)).of(8), 16 * counted.num_parameters
     assert kept + state == pytest.approx(tracked_bytes(counted, recipe, 8, precision) + state, rel=0.1)
 
 
@@ -106,18 +137,24 @@ def test_activations_within_a_tenth_of_the_tracker(
     recipe: str, preset: str, micro_batch: int, precision: str
 ) -> None:
     counted = sample_of(recipe, preset)
-    kept = activations_of(counted, precision, "cpu").of(micro_batch)
+    kept = activations_of(counted, numerics_on_cpu(precision)).of(micro_batch)
     assert kept == pytest.approx(tracked_bytes(counted, recipe, micro_batch, precision), rel=0.1)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_checkpointing_within_a_tenth_of_the_tracker(precision: str) -> None:
     counted = sample_of("bert", "base", activation_checkpointing=True)
-    kept = activations_of(counted, precision, "cpu").of(8)
-    assert activations_of(counted, precision, "cpu").of(8) == kept, "counting changes nothing in the sample"
+    kept = activations_of(counted, numerics_on_cpu(precision)).of(8)
+    assert activations_of(counted, numerics_on_cpu(precision)).of(8) == kept, (
+        "counting changes nothing in the sample"
+    )
     assert counted.recompute
     counted.recompute(counted.model)
     assert kept == pytest.approx(tracked_bytes(counted, "bert", 8, precision), rel=0.1)
+
+
+def numerics_on_cpu(precision: str) -> Numerics:
+    return Numerics.of(precision, is_cpu=True, has_kernels=False)
 
 
 def sample_of(recipe: str, preset: str, **sizes: Any) -> Sample:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from plan_made import INSTANCE
+from shoal import attention
 from shoal.errors import UsageError
 from shoal.planner.convergence import convergence_of
 from shoal.planner.hardware import Catalog, peak_flops_per_s, require_accelerators
@@ -32,6 +35,24 @@ def test_shipped_entries_have_sources_and_sensible_figures() -> None:
     p3dn = catalog.instance("p3dn.24xlarge")
     assert p3dn.nic_bytes_per_s == 100e9 / 8 and p3dn.flow_bytes_per_s == 10e9 / 8
     assert require_accelerators(catalog.machines("2xp3dn.24xlarge")).peak("fp16") == 125e12
+
+
+def test_a_plan_assumes_the_attention_kernels_where_training_chooses_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "USES_KERNELS", True)
+    monkeypatch.setattr(attention, "_load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with_kernels = set()
+    for device in Catalog().accelerators.values():
+        assert (device.shared_bytes > 0) != device.is_cpu
+        properties = SimpleNamespace(shared_memory_per_block_optin=device.shared_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        chosen = attention.runs_kernels(torch.device("cpu" if device.is_cpu else "cuda"))
+        assert device.numerics("bf16").has_kernels == device.numerics("fp16").has_kernels == chosen
+        if chosen:
+            with_kernels.add(device.name.split("-")[0])
+    assert with_kernels == {"A100", "H100", "H200", "B200", "GB200"}
 
 
 def test_prices_are_those_of_a_market() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.decide.batch import BatchPlan
+from shoal.decide.footprint import Numerics
 from shoal.errors import UsageError
 from shoal.models.text_config import T5ModelConfig
 from shoal.optim.lr_schedules import learning_rate
@@ -159,7 +160,7 @@ def test_a_layout_is_found_explained_and_settled() -> None:
     config = preset("tiny", **sections, parallel=parallel)
     whole = find_layouts(config, 2)
     assert (whole[0].layout.stages, whole[0].data) == (1, 2)
-    counted = activations_of(sample(config), "fp32").of(4)  # the preset's precision, as in a plan
+    counted = activations_of(sample(config), Numerics.FP32).of(4)  # the preset's precision, as in a plan
     assert sum(stage.saved_bytes for stage in whole[0].stages) == pytest.approx(counted, rel=1e-3)
     limit = int(0.9 * max(whole[0].choice.rank_bytes))
     tight = preset("tiny", **sections, parallel={**parallel, "memory": str(limit)})
