@@ -20,12 +20,12 @@ def key_of(number):
     return f"{CLASSES[number % 3]}/{number:04d}"
 
 
-def write_images(directory, images, *, num_shards=1, split="train"):
+def write_images(directory, images, *, num_shards=1, split="train", container="tar"):
     """Prepare images whose label is their number mod 3, and which are 10 + number × 20 pixels large."""
     directory.mkdir(exist_ok=True)
     shards = []
     for shard, numbers in enumerate(np.array_split(np.arange(len(images)), num_shards)):
-        with ImageShardWriter(directory, f"{split}-{shard:05d}") as writer:
+        with ImageShardWriter(directory, f"{split}-{shard:05d}", container) as writer:
             for number in numbers.tolist():
                 writer.add(
                     key_of(number), images[number], label=number % 3, width=10 + number, height=20

@@ -27,7 +27,7 @@ from shoal.data.images.detect_source import detect_source
 from shoal.data.images.dry_run import dry_run
 from shoal.data.images.manifest import ImageManifest
 from shoal.data.images.prepare import ImagePrepareConfig, prepare_images
-from shoal.data.images.shards import RECORD
+from shoal.data.images.shards import RECORD, ImageShards
 from shoal.data.images.synthetic import make_images
 from shoal.env.settings import test_data_dir as data_dir
 from shoal.errors import UsageError
@@ -109,6 +109,21 @@ def whole(source: Path) -> Path:
     done = prepare(source, out := source.parent / "whole")
     assert done.returncode == 0, done.stderr
     return out
+
+
+def test_tfrecords_have_the_images_of_tars(source: Path, whole: Path, tmp_path: Path) -> None:
+    done = prepare(source, out := tmp_path / "records", container="tfrecord")
+    assert done.returncode == 0, done.stderr
+    assert {path.suffix for path in out.glob("train-*")} == {".tfrecord", ".index"}
+    for split in ("train", "validation"):
+        tars, records = ImageShards(whole, split), ImageShards(out, split, verify="checksums")
+        assert len(tars) == len(records)
+        for number in range(len(tars)):
+            assert records.read(number) == tars.read(number)
+            assert records.name(number).partition(":")[2] == tars.name(number).partition(":")[2]
+        assert np.array_equal(records.labels, tars.labels) and np.array_equal(records.sizes, tars.sizes)
+    refused = prepare(source, out)
+    assert "container was 'tfrecord' and is now 'tar'" in refused.stderr
 
 
 def test_every_image_is_there_once_with_its_label(source: Path, whole: Path) -> None:

@@ -107,11 +107,11 @@ def test_a_run_on_text_with_peers_is_the_run_without(tmp_path: Path) -> None:
     peers = ("--data.cache", str(cache), "--data.cache-bytes", "100MB", "--data.cache-peers", "on")
     assert len(alone) == 4 and losses("together", *peers) == alone
     manifest = Manifest.load(data)
-    for file in manifest.files("tokens", "index"):
+    for file in manifest.files():
         copies = list(cache.glob(f"*/{OWN_FOLDER}/{file.copy_name}"))
         assert len(copies) == HOSTS
         assert {copy.read_bytes() for copy in copies} == {(data / file.name).read_bytes()}
-    once = sum(file.num_bytes for file in manifest.files("tokens", "index"))
+    once = sum(file.num_bytes for file in manifest.files())
     (reads,) = [row for row in read_record(tmp_path / "together") if isinstance(row, Reads)]
     assert (reads.storage_bytes, reads.peer_bytes, reads.peer_failures) == (once, once, 0)
     assert reads.memory_bytes == HOSTS * once

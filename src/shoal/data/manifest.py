@@ -172,7 +172,7 @@ class ShardFiles:
         return ShardFile(self, suffix)
 
     def file_list(self) -> list[ShardFile]:
-        """Return the files that each shard of the kind has, in the order of ``SUFFIXES``."""
+        """Return the files of which hosts keep copies."""
         return [self.file(suffix) for suffix in self.SUFFIXES]
 
     def check(self, directory: Path) -> None:
@@ -234,10 +234,9 @@ class PreparedManifest(Generic[Shard]):
             )
         return self.splits[split]
 
-    def files(self, *suffixes: str) -> list[ShardFile]:
-        """Return the files with these suffixes of all splits' shards."""
-        shards = [shard for split in self.splits.values() for shard in split]
-        return [shard.file(suffix) for shard in shards for suffix in suffixes]
+    def files(self) -> list[ShardFile]:
+        """Return the files of all splits' shards of which hosts keep copies."""
+        return [file for split in self.splits.values() for shard in split for file in shard.file_list()]
 
     def save(self, directory: Path) -> None:
         """Write ``manifest.json``, atomically; it must be the last file to be written.

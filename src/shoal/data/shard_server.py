@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shoal.data.cache import CacheConfig, Kept, Parts, ShardCache
-from shoal.data.images.manifest import TAR, ImageManifest
-from shoal.data.manifest import Manifest, PreparedManifest, ShardFile, ShardInfo
+from shoal.data.images.manifest import ImageManifest
+from shoal.data.manifest import Manifest, PreparedManifest, ShardFile
 from shoal.data.peers import (
     DONE,
     FAILED,
@@ -55,11 +55,8 @@ _BEAT_S = 0.5
 _IDLE_S = 60.0
 _SEND_S = 30.0
 """Time for a client to take what was sent, before it is given up."""
-_KINDS: Mapping[str, tuple[type[PreparedManifest[Any]], tuple[str, ...]]] = {
-    "images": (ImageManifest, (TAR,)),
-    "text": (Manifest, ShardInfo.SUFFIXES),
-}
-"""Kinds of data: the manifest, and the suffixes of the files that are kept."""
+_KINDS: Mapping[str, type[PreparedManifest[Any]]] = {"images": ImageManifest, "text": Manifest}
+"""Manifests of the kinds of data."""
 
 
 class _Fill:
@@ -282,9 +279,8 @@ def _opened(settings: Mapping[str, Any]) -> tuple[Storage, list[ShardFile]]:
     Raises:
         ShoalError: the data cannot be read.
     """
-    kind, suffixes = _KINDS[settings["kind"]]
     storage = open_storage(settings["location"])
-    return storage, storage.manifest(kind).files(*suffixes)
+    return storage, storage.manifest(_KINDS[settings["kind"]]).files()
 
 
 def _peers_of(settings: Mapping[str, Any]) -> Peers:

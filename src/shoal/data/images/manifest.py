@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shoal.data.manifest import PreparedManifest, ShardFiles
+from shoal.data.manifest import TFRECORD, PreparedManifest, ShardFile, ShardFiles
 
 TAR = "tar"
 INDEX = "index"
@@ -20,8 +20,28 @@ class ImageShardInfo(ShardFiles):
     """Image count and files of one shard."""
 
     KIND = "images"
-    SUFFIXES = (TAR, INDEX)
+    SUFFIXES = (INDEX,)
+    OPTIONAL = (TAR, TFRECORD)
     num_images: int
+
+    def __post_init__(self) -> None:
+        """Check the fields.
+
+        Raises:
+            ValueError: as for other shards; or its images are not in exactly one file.
+        """
+        super().__post_init__()
+        if len(self.files) != len(self.SUFFIXES) + 1:
+            raise ValueError(f"the shard {self.name!r} must have one of the files {', '.join(self.OPTIONAL)}")
+
+    @property
+    def images(self) -> ShardFile:
+        """The file with the images."""
+        return self.file(TAR if TAR in self.files else TFRECORD)
+
+    def file_list(self) -> list[ShardFile]:
+        """Return the file of which hosts keep copies."""
+        return [self.images]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from shoal.data.images.sources import (
     Totals,
     write_listing,
 )
-from shoal.data.manifest import VERSION
+from shoal.data.manifest import TFRECORD, VERSION
 from shoal.data.prepare_dir import OVERWRITE, RECORDS, check_finished, preparing, read_record
 from shoal.data.process_pool import advance, run_unfinished
 from shoal.data.progress import PreparationProgress
@@ -59,7 +59,7 @@ SKIPPED = "skipped.txt"
 _EPOCH = 1 << 32
 """Epoch numbers of the permutations of preparation, one per split, that no training reaches."""
 _LISTED = "listed.json"
-_OWN_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{INDEX})|{SKIPPED}")
+_OWN_FILE = re.compile(rf"(?:{'|'.join(SPLITS)})-\d{{5}}\.(?:{TAR}|{TFRECORD}|{INDEX})|{SKIPPED}")
 _NOT_IN_PLAN = ("processes", "overwrite", "on_bad", "most_bad")
 """Fields that do not change the result of a finished shard: one without a bad image is the same with
 ``--on-bad skip``, so that a run stopped by such an image can continue."""
@@ -71,6 +71,8 @@ class ImagePrepareConfig(ReencodeConfig):
 
     shard_bytes: int = 128 << 20
     """Approximate bytes of source images per shard."""
+    container: Literal["tar", "tfrecord"] = "tar"
+    """Files of the shards: tars for WebDataset, or TFRecords for TensorFlow; training reads both."""
     on_bad: OnBad = "skip"
     """Leave out what cannot be used, and list it; or stop at the first."""
     most_bad: float = MOST_BAD
@@ -92,6 +94,8 @@ class ImagePrepareConfig(ReencodeConfig):
         for name, least in (("shard_bytes", 1 << 12), ("processes", 0), ("seed", 0)):
             if not least <= getattr(self, name) < 1 << 63:
                 raise UsageError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.container not in (TAR, TFRECORD):
+            raise UsageError(f"container={self.container!r} must be {TAR} or {TFRECORD}")
         if not 0 <= self.most_bad <= 1:
             raise UsageError(f"most_bad={self.most_bad} must be a share from 0 to 1")
 
@@ -229,7 +233,7 @@ def _finish(
     manifest.save(out)
     shutil.rmtree(out / RECORDS)
     for split, shards in manifest.splits.items():
-        size = sum(shard.files[TAR]["bytes"] for shard in shards) / (1 << 20)
+        size = sum(shard.images.num_bytes for shard in shards) / (1 << 20)
         held = f"{plural(manifest.num_images(split), 'image')}, {plural(len(shards), 'shard')}"
         shown.say(f"{split}: {held}, {size:,.1f} MiB")
     return manifest
@@ -280,7 +284,7 @@ def write_shard(task: ShardTask) -> ShardResult:
     listing = _listings[task.split]
     skipped: list[tuple[str, str]] = []
     ambiguous: list[str] = []
-    with ImageShardWriter(_out, task.name) as writer:
+    with ImageShardWriter(_out, task.name, _config.container) as writer:
         for number in images_of(task, len(listing), _config.seed):
             image = listing.image(number)
             try:

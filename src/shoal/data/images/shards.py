@@ -3,13 +3,14 @@
 A shard ``NAME`` is two files. ``NAME.tar`` has WebDataset's layout: an image is two members, ``KEY.jpg`` (or
 ``.png``, ``.webp``) and
 ``KEY.cls`` (its label in ASCII), or ``KEY.json`` for its annotations. Members have no owner, time or mode, so
-the same images give the same bytes. ``NAME.index`` is nothing but records of ``RECORD``, one per image, in
-the order of the tar. The reader maps or fetches the bytes ``[offset, offset + size)`` and never parses the
-tar.
+the same images give the same bytes. Instead of it there may be ``NAME.tfrecord``, for TensorFlow
+(:mod:`shoal.data.tfrecord`). ``NAME.index`` is nothing but records of ``RECORD``, one per image, in the order
+of that file. The reader maps or fetches the bytes ``[offset, offset + size)`` and never parses the tar or the
+TFRecord.
 
 Images are numbered through the shards in the order of the manifest. Opening a split checks the sizes of the
-files, the checksum of each index, and every offset and label in it; of local tars also that the first and the
-last image have the header that the index implies, which those of another preparation do not.
+files, the checksum of each index, and every offset and label in it; of local shards also that the first and
+the last image have the header that the index implies, which those of another preparation do not.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shoal.atomic_io import AtomicFile
+from shoal.data import tfrecord
 from shoal.data.cache import CacheConfig, CacheCounts, Prefetch, ShardCache
 from shoal.data.images.manifest import INDEX, TAR, ImageManifest, ImageShardInfo
+from shoal.data.manifest import TFRECORD
 from shoal.data.storage import Bytes, LocalStorage, open_storage
 from shoal.errors import ShoalError, UsageError
 
@@ -39,13 +42,13 @@ RECORD = np.dtype(
         ("height", "<i4"),
         ("extra_offset", "<i8"),
         ("extra_size", "<i4"),
-        ("reserved", "<i4"),
+        ("head", "<i4"),
     ]
 )
-"""``offset`` and ``size``: the bytes of the image in the tar; ``width`` and ``height`` in pixels.
+"""``offset`` and ``size``: the bytes of the image in the file; ``width`` and ``height`` in pixels.
 
-``label`` is -1 if there is none. ``extra_*`` is the image's last other member: its annotations (``.json``) if
-it has some, else its label (``.cls``)."""
+``label`` is -1 if there is none. ``extra_*`` are the image's annotations (``.json``) if it has some; else, in
+a tar, its label (``.cls``). ``head`` counts the bytes of a TFRecord's record before the image; 0 in a tar."""
 
 Records = npt.NDArray[np.void]
 Int64Array = npt.NDArray[np.int64]
@@ -61,7 +64,7 @@ class ImageShardWriter:
     files.
     """
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, container: Literal["tar", "tfrecord"] = "tar") -> None:
         """Start the shard ``name`` in ``directory``.
 
         Raises:
@@ -71,7 +74,8 @@ class ImageShardWriter:
         self._directory = directory
         self._name = name
         self._records = bytearray()
-        self._tar = AtomicFile(directory / f"{name}.{TAR}")
+        self._container = container
+        self._file = AtomicFile(directory / f"{name}.{container}")
 
     def add(
         self,
@@ -87,7 +91,7 @@ class ImageShardWriter:
         """Append an image.
 
         Args:
-            key: its name in the tar; without a dot after its last slash, where WebDataset's suffix begins.
+            key: its name in the file; without a dot after its last slash, where WebDataset's suffix begins.
             data: the bytes of the file.
             width, height: in pixels.
             suffix: of its format.
@@ -97,14 +101,29 @@ class ImageShardWriter:
         Raises:
             ShoalError: the disk is full.
         """
-        offset = self._member(f"{key}.{suffix}", data)
-        extra = (0, 0)
-        if label >= 0:
-            text = str(label).encode()
-            extra = self._member(f"{key}.cls", text), len(text)
-        if annotations is not None:
-            extra = self._member(f"{key}.json", annotations), len(annotations)
-        record = (offset, len(data), label, width, height, *extra, 0)
+        name, head, extra = f"{key}.{suffix}", 0, (0, 0)
+        if self._container == TFRECORD:
+            begin = self._file.num_bytes
+            made, head, extra_at = tfrecord.image_record(
+                name,
+                data,
+                label=label if label >= 0 else None,
+                width=width,
+                height=height,
+                annotations=annotations,
+            )
+            self._file.write(made)
+            offset = begin + head
+            if annotations is not None:
+                extra = begin + extra_at, len(annotations)
+        else:
+            offset = self._member(name, data)
+            if label >= 0:
+                text = str(label).encode()
+                extra = self._member(f"{key}.cls", text), len(text)
+            if annotations is not None:
+                extra = self._member(f"{key}.json", annotations), len(annotations)
+        record = (offset, len(data), label, width, height, *extra, head)
         self._records += np.array([record], dtype=RECORD).tobytes()
         self.num_images += 1
 
@@ -114,13 +133,14 @@ class ImageShardWriter:
         Raises:
             ShoalError: the disk is full; the temporaries are gone, finished shards untouched.
         """
-        fill = -(self._tar.num_bytes + 2 * _BLOCK) % tarfile.RECORDSIZE
-        self._tar.write(bytes(2 * _BLOCK + fill))
-        with self._tar, AtomicFile(self._directory / f"{self._name}.{INDEX}") as index:
+        if self._container == TAR:
+            fill = -(self._file.num_bytes + 2 * _BLOCK) % tarfile.RECORDSIZE
+            self._file.write(bytes(2 * _BLOCK + fill))
+        with self._file, AtomicFile(self._directory / f"{self._name}.{INDEX}") as index:
             index.write(bytes(self._records))
-            files = {TAR: self._tar.close(), INDEX: index.close()}
+            files = {self._container: self._file.close(), INDEX: index.close()}
             # The index comes last: a shard with an index is complete.
-            self._tar.publish()
+            self._file.publish()
             index.publish()
         return ImageShardInfo(name=self._name, num_images=self.num_images, files=files)
 
@@ -128,15 +148,15 @@ class ImageShardWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._tar.discard()
+        self._file.discard()
 
     def _member(self, name: str, data: bytes) -> int:
         """Append a member; return the offset of its bytes."""
         member = tarfile.TarInfo(name)
         member.size = len(data)
         header = member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        offset = self._tar.num_bytes + len(header)
-        self._tar.write(header + data + bytes(-len(data) % _BLOCK))
+        offset = self._file.num_bytes + len(header)
+        self._file.write(header + data + bytes(-len(data) % _BLOCK))
         return offset
 
 
@@ -192,7 +212,7 @@ class ImageShards:
         ]
         if isinstance(self._storage, LocalStorage):
             for number, info in enumerate(self.shards):
-                self._storage.open(info.file(TAR))
+                self._storage.open(info.images)
                 if verify == "checksums":
                     info.check(self._storage.directory)
                 self._check_headers(number)
@@ -201,7 +221,7 @@ class ImageShards:
                 f"verify='checksums' of {location} would fetch every shard; leave it out: shards are "
                 "compared with their checksums when they enter the cache"
             )
-        self._cache = ShardCache(cache, cache.kept(self.manifest.files(TAR))) if cache else None
+        self._cache = ShardCache(cache, cache.kept(self.manifest.files())) if cache else None
         self._prefetch: Prefetch | None = None
         counts = [info.num_images for info in self.shards]
         self.first_images: Int64Array = np.cumsum([0, *counts], dtype=np.int64)
@@ -238,7 +258,7 @@ class ImageShards:
         return self._part(number, "offset", "size")
 
     def extra(self, number: int) -> Bytes:
-        """Return the annotations of an image (``KEY.json``), or else its label as text.
+        """Return the annotations of an image, or else, of a tar, its label as text.
 
         Raises:
             ShoalError: as for ``read``.
@@ -248,18 +268,22 @@ class ImageShards:
     def name(self, number: int) -> str:
         """Return the shard and the key of an image for messages: ``DIR/train-00000.tar: n01440764/10026``."""
         shard, record = self._record(number)
-        header = _member(self._read(shard, int(record["offset"]) - _BLOCK, _BLOCK))
-        key = header.name if header else f"image {number}"
-        return f"{self._storage.path(self.shards[shard].file(TAR))}: {key.rpartition('.')[0] or key}"
+        offset, head = int(record["offset"]), int(record["head"])
+        if head:
+            skipped = tfrecord.HEAD_BYTES
+            data = self._read(shard, offset - head + skipped, head - skipped)
+            key = tfrecord.name_in(bytes(data))
+        else:
+            header = _member(self._read(shard, offset - _BLOCK, _BLOCK))
+            key = header.name if header else f"image {number}"
+        return f"{self._storage.path(self.shards[shard].images)}: {key.rpartition('.')[0] or key}"
 
     def will_need(self, numbers: Iterable[int]) -> None:
         """Prefetch images of a local folder (``madvise``); ``read`` follows soon after."""
         if self._cache is None and isinstance(self._storage, LocalStorage):
             for number in numbers:
                 shard, record = self._record(number)
-                self._storage.will_need(
-                    self.shards[shard].file(TAR), int(record["offset"]), int(record["size"])
-                )
+                self._storage.will_need(self.shards[shard].images, int(record["offset"]), int(record["size"]))
 
     def prefetch(self, steps: Iterable[Int64Array]) -> None:
         """Copy shards into the cache in the order in which steps use their images, instead of any before.
@@ -271,7 +295,7 @@ class ImageShards:
             self._prefetch.close()
         if self._cache is not None:
             numbers = (np.searchsorted(self.first_images, images, side="right") - 1 for images in steps)
-            tars = [info.file(TAR) for info in self.shards]
+            tars = [info.images for info in self.shards]
             self._prefetch = Prefetch(self._cache, tars, numbers, self._storage)
 
     @property
@@ -308,22 +332,28 @@ class ImageShards:
         return np.concatenate([np.zeros(0, RECORD[name]), *(records[name] for records in self._records)])
 
     def _read(self, shard: int, start: int, size: int) -> Bytes:
-        file = self.shards[shard].file(TAR)
+        file = self.shards[shard].images
         if self._cache is not None:
             return self._cache.read(file, start, size, self._storage)
         return self._storage.read(file, start, size)
 
     def _check_headers(self, number: int) -> None:
-        """Compare the first and the last image's header in the tar with the index."""
+        """Compare the first and the last image's header in the tar or the TFRecord with the index."""
         info, records = self.shards[number], self._records[number]
         for record in records[[0, -1]] if len(records) else ():
-            offset, size = int(record["offset"]), int(record["size"])
-            header = _member(self._storage.read(info.file(TAR), offset - _BLOCK, _BLOCK))
-            if header is None or header.size != size:
+            offset, size, head = int(record["offset"]), int(record["size"]), int(record["head"])
+            if head:
+                found = self._storage.read(info.images, offset - head, tfrecord.HEAD_BYTES)
+                fits = tfrecord.check_head(bytes(found), head - tfrecord.HEAD_BYTES + size)
+                actual = "no record of its size"
+            else:
+                header = _member(self._storage.read(info.images, offset - _BLOCK, _BLOCK))
+                fits = header is not None and header.size == size
                 actual = "no member" if header is None else f"{header.name!r} of {header.size:,} bytes"
+            if not fits:
                 raise ShoalError(
-                    f"{self._storage.path(info.file(TAR))} does not fit its index: {size:,} bytes of an "
-                    f"image should begin at {offset:,}, and the tar has {actual} there; it is of another "
+                    f"{self._storage.path(info.images)} does not fit its index: {size:,} bytes of an "
+                    f"image should begin at {offset:,}, and it has {actual} there; it is of another "
                     "preparation or was damaged: copy it again or prepare the images again"
                 )
 
@@ -338,14 +368,21 @@ def _checked(data: bytes, info: ImageShardInfo, num_classes: int, path: str) -> 
     if len(data) != info.num_images * RECORD.itemsize:
         raise _inconsistent(path, f"{len(data):,} bytes are not the records of {info.num_images:,} images")
     records = np.frombuffer(data, dtype=RECORD)
-    tar_bytes = int(info.files[TAR]["bytes"])
+    file, is_tar = info.images, info.images.suffix == TAR
+    least_offset = _BLOCK if is_tar else tfrecord.HEAD_BYTES
+    head = records["head"]
+    wrong = (head != 0) if is_tar else (head <= tfrecord.HEAD_BYTES) | (head > records["offset"])
+    if wrong.any():
+        raise _inconsistent(path, f"image {int(wrong.argmax())} has no head of a record of a {file.suffix}")
     for offset, size, least in (("offset", "size", 1), ("extra_offset", "extra_size", 0)):
         first, count = records[offset], records[size].astype(np.int64)
-        wrong = (count < least) | ((count > 0) & ((first < _BLOCK) | (first > tar_bytes - count)))
+        wrong = (count < least) | ((count > 0) & ((first < least_offset) | (first > file.num_bytes - count)))
         if wrong.any():
             at = int(wrong.argmax())
             raise _inconsistent(
-                path, f"image {at} has {count[at]:,} bytes at {first[at]:,} of a tar of {tar_bytes:,} bytes"
+                path,
+                f"image {at} has {count[at]:,} bytes at {first[at]:,} of a {file.suffix} of "
+                f"{file.num_bytes:,} bytes",
             )
     wrong = (records["label"] < -1) | (records["label"] >= num_classes)
     if wrong.any():

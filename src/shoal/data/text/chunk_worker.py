@@ -28,7 +28,7 @@ from shoal.data.process_pool import advance
 from shoal.data.text.corpus import Chunk, Errors, read_articles
 from shoal.data.text.sentences import split_sentences
 from shoal.data.text.shards import ShardWriter
-from shoal.data.text.tfrecord import document_record
+from shoal.data.tfrecord import document_record
 from shoal.json_text import parse_json
 
 _LOCAL_NORMALIZERS = frozenset(

@@ -194,7 +194,7 @@ class TextShards:
             from shoal.data.cache import CachedFiles
 
             needed = [file for info in self.manifest.shards(split) for file in info.file_list()]
-            files = CachedFiles(cache, storage, self.manifest.files(*ShardInfo.SUFFIXES), needed)
+            files = CachedFiles(cache, storage, self.manifest.files(), needed)
             data_of, self.cache_policy = files.get, files.kept.policy
             if isinstance(storage, RemoteStorage):
                 self.directory = files.description(MANIFEST, self.manifest.tokenizer.file)

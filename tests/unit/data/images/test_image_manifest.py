@@ -49,7 +49,7 @@ def test_the_index_finds_what_the_tar_holds(tmp_path):
         assert data[record["extra_offset"] :][: record["extra_size"]] == image.get(
             "annotations", str(label).encode()
         )
-        assert [record[name] for name in ("label", "width", "height", "reserved")] == [
+        assert [record[name] for name in ("label", "width", "height", "head")] == [
             label, image["width"], image["height"], 0,
         ]  # fmt: skip
         expected.append((f"{image['key']}.jpg", image["data"]))
@@ -177,9 +177,10 @@ def test_a_name_that_is_none_of_a_file_in_the_folder(tmp_path, name):
     [
         (lambda shard: shard.update(num_images=-1), "the counts of the shard 'train-00000' must be whole"),
         (lambda shard: shard.update(num_images="4"), "the counts of the shard 'train-00000' must be whole"),
-        (lambda shard: shard["files"].pop("index"), "'train-00000' must have the files tar, index"),
-        (lambda shard: shard["files"].update({"../x": {}}), "'train-00000' must have the files tar, index"),
-        (lambda shard: shard.update(files=[]), "'train-00000' must have the files tar, index"),
+        (lambda shard: shard["files"].pop("index"), "'train-00000' must have the files index"),
+        (lambda shard: shard["files"].update({"../x": {}}), "'train-00000' must have the files index"),
+        (lambda shard: shard["files"].pop("tar"), "'train-00000' must have one of the files tar, tfrecord"),
+        (lambda shard: shard.update(files=[]), "'train-00000' must have the files index"),
         (lambda shard: shard["files"]["tar"].update(bytes=-1), "train-00000.tar must have a number of bytes"),
         (
             lambda shard: shard["files"]["tar"].update(bytes="9"),

@@ -48,6 +48,41 @@ def test_every_image_is_what_the_tar_holds(tmp_path, num_shards, verify):
     assert shards.labels.dtype == shards.sizes.dtype == np.int64
 
 
+@pytest.mark.parametrize("verify", ["sizes", "checksums"])
+def test_images_in_tfrecords_are_those_of_tars(tmp_path, verify):
+    write_images(tmp_path / "tars", IMAGES, num_shards=3)
+    write_images(tmp_path / "records", IMAGES, num_shards=3, container="tfrecord")
+    cache = CacheConfig(directory=tmp_path / "cache", num_bytes=1 << 20)
+    tars = ImageShards(tmp_path / "tars", "train")
+    for shards in (ImageShards(tmp_path / "records", "train", verify=verify, cache=c) for c in (None, cache)):
+        assert [bytes(shards.read(i)) for i in range(23)] == IMAGES
+        assert shards.labels.tolist() == tars.labels.tolist()
+        assert shards.sizes.tolist() == tars.sizes.tolist()
+        names = [
+            tars.name(i).replace("/tars/", "/records/").replace(".tar:", ".tfrecord:") for i in range(23)
+        ]
+        assert [shards.name(i) for i in range(23)] == names
+    assert shards.cache_counts.num_filled == 3
+
+
+def test_a_tfrecord_of_another_preparation(tmp_path):
+    write_images(tmp_path, IMAGES, num_shards=3, container="tfrecord")
+    path = tmp_path / "train-00001.tfrecord"
+    data = bytearray(path.read_bytes())
+    data[8] ^= 1  # of the checksum of the first record's length
+    path.write_bytes(data)
+    assert "does not fit its index" in (message := refused(tmp_path))
+    assert f"{path} " in message and "no record of its size" in message
+
+
+@pytest.mark.parametrize("container", ["tar", "tfrecord"])
+@pytest.mark.parametrize("head", [-1, 5, 1 << 30])
+def test_an_index_with_another_head(tmp_path, head, container):
+    write_images(tmp_path, IMAGES, num_shards=3, container=container)
+    rewrite(tmp_path, "train-00001", lambda records: records["head"].__setitem__(4, head))
+    assert f"image 4 has no head of a record of a {container}" in refused(tmp_path)
+
+
 def test_a_split_without_images_and_numbers_beyond_the_end(tmp_path):
     write_images(tmp_path, [], split="validation")
     empty = ImageShards(tmp_path, "validation")

@@ -1,7 +1,8 @@
-"""TFRecord: checksums of the standard, bytes that protobuf itself reads, shards that hold their documents."""
+"""TFRecord: checksums of the standard, bytes that protobuf itself reads, shards with their contents."""
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import struct
@@ -14,16 +15,19 @@ import numpy as np
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
+from shoal.data.images.manifest import ImageManifest
+from shoal.data.images.shards import ImageShards, ImageShardWriter
 from shoal.data.manifest import Manifest
 from shoal.data.text.prepare import PrepareConfig, prepare_text
 from shoal.data.text.shards import TextShards
-from shoal.data.text.tfrecord import example, masked_crc32c, record, varints
+from shoal.data.tfrecord import example, masked_crc32c, record, varints
 from shoal.native import crc32c
 
 FIELD = descriptor_pb2.FieldDescriptorProto
 MESSAGES: dict[str, list[tuple[str, int, bool, str]]] = {
     "Int64List": [("value", 1, True, "")],
-    "Feature": [("int64_list", 3, False, "Int64List")],
+    "BytesList": [("value", 1, True, "bytes")],
+    "Feature": [("bytes_list", 1, False, "BytesList"), ("int64_list", 3, False, "Int64List")],
     "Entry": [("key", 1, False, "string"), ("value", 2, False, "Feature")],
     "Features": [("feature", 1, True, "Entry")],
     "Example": [("features", 1, False, "Features")],
@@ -41,15 +45,18 @@ def example_class() -> Any:
             if kind in MESSAGES:
                 made.type, made.type_name = FIELD.TYPE_MESSAGE, f".test.{kind}"
             else:
-                made.type = FIELD.TYPE_STRING if kind else FIELD.TYPE_INT64
+                made.type = getattr(FIELD, f"TYPE_{kind.upper() or 'INT64'}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("test.Example"))
 
 
-def features_of(data: bytes) -> dict[str, list[int]]:
+def features_of(data: bytes) -> dict[str, list[int | bytes]]:
     parsed = example_class().FromString(data)
-    return {entry.key: list(entry.value.int64_list.value) for entry in parsed.features.feature}
+    return {
+        entry.key: [*entry.value.int64_list.value, *entry.value.bytes_list.value]
+        for entry in parsed.features.feature
+    }
 
 
 def records_of(path: Path) -> list[bytes]:
@@ -121,6 +128,59 @@ def test_shards_hold_their_documents(prepared: Path) -> None:
         assert len(found) > 100
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images of many lengths, with and without a label and annotations."""
+    folder, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(5)
+    with ImageShardWriter(folder, "train-00000", "tfrecord") as writer:
+        for number, size in enumerate([1, 100, 127, 128, 300, 16_383, 16_384, 70_000]):
+            writer.add(
+                f"a/{number}\udce9",  # a name that is no UTF-8
+                rng.bytes(size),
+                width=300 * number,
+                height=7,
+                label=number % 3 - 1,
+                annotations=b"[%d]" % number if number % 2 else None,
+            )
+        shards = (writer.finish(),)
+    ImageManifest(classes=("x", "y"), source="made", splits={"train": shards}).save(folder)
+    return folder
+
+
+def image_features(folder: Path) -> list[dict[str, list[int | bytes]]]:
+    """Return the features of each image, by its shard's index."""
+    shards, features = ImageShards(folder, "train", verify="checksums"), []
+    for number in range(len(shards)):
+        width, height = shards.sizes[number].tolist()
+        label, extra = int(shards.labels[number]), bytes(shards.extra(number))
+        features.append(
+            {
+                "image/filename": [f"a/{number}".encode() + b"\xe9.jpg"],
+                "image/height": [height],
+                "image/width": [width],
+                **({"image/class/label": [label]} if label >= 0 else {}),
+                **({"image/annotations": [extra]} if number % 2 else {}),
+                "image/encoded": [bytes(shards.read(number))],
+            }
+        )
+        assert shards.name(number) == f"{folder}/train-00000.tfrecord: a/{number}\udce9"
+    return features
+
+
+def test_protobuf_reads_the_images(images: Path) -> None:
+    found = [features_of(data) for data in records_of(images / "train-00000.tfrecord")]
+    assert found == image_features(images) and len(found) == 8
+
+
+READ_IMAGES = """
+import sys
+import tensorflow as tf
+for data in tf.data.TFRecordDataset(sys.argv[1]):
+    features = tf.train.Example.FromString(data.numpy()).features.feature
+    print({name: [*f.int64_list.value, *f.bytes_list.value] for name, f in features.items()})
+"""
+
+
 READ = """
 import json, sys
 import tensorflow as tf
@@ -131,14 +191,27 @@ for data in tf.data.TFRecordDataset(sys.argv[1:]):
 """
 
 
-@pytest.mark.slow
-def test_tensorflow_reads_the_shards(prepared: Path, tmp_path: Path) -> None:
-    """TensorFlow in an environment of its own: its packages are not those of the tests."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "tf"], check=True)
-    python = tmp_path / "tf" / "bin" / "python"
+@pytest.fixture(scope="module")
+def tensorflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python with TensorFlow in an environment of its own: its packages are not those of the tests."""
+    folder = tmp_path_factory.mktemp("tf")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "tensorflow-cpu"], check=True)
+    return python
+
+
+@pytest.mark.slow
+def test_tensorflow_reads_the_shards(prepared: Path, tensorflow: Path) -> None:
     names = [f"{info.name}.tfrecord" for info in Manifest.load(prepared).shards("train")]
-    done = subprocess.run([python, "-c", READ, *names], cwd=prepared, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run([tensorflow, "-c", READ, *names], cwd=prepared, check=True, stdout=subprocess.PIPE)
     shards = TextShards(prepared, "train")
     documents = [shards.document(number) for number in range(shards.num_documents)]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [rows_of(one) for one in documents]
+
+
+@pytest.mark.slow
+def test_tensorflow_reads_the_images(images: Path, tensorflow: Path) -> None:
+    command = [tensorflow, "-c", READ_IMAGES, images / "train-00000.tfrecord"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    assert [ast.literal_eval(line) for line in done.stdout.splitlines()] == image_features(images)
