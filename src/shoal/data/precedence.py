@@ -24,7 +24,7 @@ _SLOT = struct.Struct("=qq")
 """When the worker's exchange began, or 0, and for how long reads wait for it, both in ns."""
 _NUM_REMEMBERED = 16
 _TIMES_USUAL = 2
-_LOOK_S = 0.005
+_LOOK_S = 0.02
 _MOST_WAIT_S = 10.0
 """Of one piece: a server gives up a client that takes nothing for 30 s."""
 
