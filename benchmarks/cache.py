@@ -5,7 +5,9 @@ itself, and without a cache, which gives the images to compare. The store stands
 own, whose link is limited to 100 Mbit/s, and counts the bytes that it sends. Bytes of the second epoch come
 from memory; they are compared with the same shards in a local folder.
 
-In two further runs a host is killed with its server, in the middle of the first and of the second epoch.
+In two further runs a host is killed with its server, in the middle of the first and of the second epoch. At
+last the hosts sum gradients by backend shoal over links of 500 Mbit/s, without reads and beside those of the
+first epoch with peers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from shoal.launch.emulated import Cluster
 HOSTS, NUM_SHARDS = 8, 48
 DATA_BYTES, QUICK_DATA_BYTES = 1_000_000_000, 100_000_000
 IMAGE_BYTES = 100_000
-STORE_PORT = 9000
+STORE_PORT, LOCATION = 9000, "s3://bucket/set"
 DEADLINE_S = 2_400.0
 SPEC: dict[str, Any] = {
     "backend": "gloo",
@@ -88,14 +90,16 @@ class Store:
         }
 
 
-def run(cluster: Cluster, store: Store, **changes: Any) -> tuple[list[dict[str, Any]], int]:
-    """Read on all hosts; return the results of those that end, by rank, and the bytes the store has sent."""
+def run(
+    cluster: Cluster, store: Store, work: str = "read", **changes: Any
+) -> tuple[list[dict[str, Any]], int]:
+    """Work on all hosts; return the results of those that end, by rank, and the bytes the store has sent."""
     before = store.sent
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         spec = {**SPEC, **changes}
         if spec["cache"]:
             spec["cache"] = memory
-        argv = command("benchmarks.cache_worker:read", spec, Path(folder) / "out.json")
+        argv = command(f"benchmarks.cache_worker:{work}", spec, Path(folder) / "out.json")
         log = (Path(folder) / "log").open("w+")
         workers = cluster.start_workers(argv, env=store.environment(), outputs=lambda rank: (log, log))
         codes = [worker.wait(DEADLINE_S) for worker in workers]
@@ -122,7 +126,7 @@ def first_epoch_s(results: list[dict[str, Any]]) -> float:
 def compare(bench: Benchmark, cluster: Cluster, data: Path, num_bytes: int) -> None:
     """Run all cases and add their rows."""
     store = Store(cluster, data)
-    shared: Mapping[str, Any] = {"location": "s3://bucket/set", "cache_bytes": 2 * num_bytes, "repeats": 5}
+    shared: Mapping[str, Any] = {"location": LOCATION, "cache_bytes": 2 * num_bytes, "repeats": 5}
     plain, _ = run(cluster, store, **shared, epochs=2)
     print("read without a cache", flush=True)
     together, sent = run(cluster, store, **shared, cache="yes", peers=True, local=str(data))
@@ -174,6 +178,29 @@ def compare(bench: Benchmark, cluster: Cluster, data: Path, num_bytes: int) -> N
         )
 
 
+def compare_sums(bench: Benchmark, data: Path, num_bytes: int) -> None:
+    """Add the row of sums, on links that this machine's processors can fill."""
+    with Cluster(hosts=HOSTS, helpers=1, nic="500mbit", helper_nic="100mbit") as cluster:
+        found, _ = run(
+            cluster,
+            Store(cluster, data),
+            "exchange",
+            location=LOCATION,
+            cache_bytes=2 * num_bytes,
+            backend="shoal",
+            cache="yes",
+            peers=True,
+        )
+    bench.add(
+        "sum of a gradient, the first epoch read beside it",
+        unit="s",
+        ours=found[0]["beside"],
+        peer=found[0]["alone"],
+        peer_name="without reads",
+        target=1 / 1.05,
+    )
+
+
 def main() -> None:
     """Measure, and exit with 1 if a target does not hold."""
     options = argparse.ArgumentParser(add_help=False)
@@ -185,6 +212,7 @@ def main() -> None:
         size = prepare(data, num_bytes)
         with Cluster(hosts=HOSTS, helpers=1, nic="1gbit", helper_nic="100mbit") as cluster:
             compare(bench, cluster, data, size)
+        compare_sums(bench, data, size)
     raise SystemExit(bench.finish())
 
 

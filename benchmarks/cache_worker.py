@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
+from shoal.data import precedence
 from shoal.data.cache import CacheConfig, total_counts
 from shoal.data.images.shards import ImageShards
 from shoal.decide.order import ShuffledOrder
@@ -24,6 +28,11 @@ from shoal.train.config import DistributedConfig
 from shoal.train.world import World, join_world
 
 _THREADS = 8
+GRADIENT_BYTES = 16 << 20
+"""Of a sum, which takes some 0.5 s on links of 500 Mbit/s."""
+NUM_SUMS, _WARM_UP = 20, 3
+_COMPUTE_S = 0.3
+"""Between two sums, as a step's forward pass and most of its backward pass."""
 
 
 def read(spec: Mapping[str, Any]) -> None:
@@ -81,6 +90,58 @@ def _read_epoch(
         world.barrier()
     result["seconds"].append(time.monotonic() - began)
     result["hashes"].append(digest.hexdigest())
+
+
+def exchange(spec: Mapping[str, Any]) -> None:
+    """Time sums of a gradient without reads beside them, and beside the first epoch's reads from peers."""
+    joined = worker_env()
+    assert joined is not None
+    with join_world(joined, DistributedConfig(backend=spec["backend"], device="cpu")) as world:
+        gradient = torch.ones(GRADIENT_BYTES // 4)
+        for _ in range(_WARM_UP):
+            _sum_s(world, gradient, is_reading=True)
+        alone = [_sum_s(world, gradient, is_reading=True)[0] for _ in range(NUM_SUMS)]
+        own = Path(spec["cache"]) / os.uname().nodename
+        cache = shard_peers.join_peers(
+            world,
+            CacheConfig(directory=own, num_bytes=spec["cache_bytes"]),
+            kind="images",
+            location=spec["location"],
+        )
+        shards = ImageShards(spec["location"], "train", cache=cache)
+        beside: list[float] = []
+        reader = threading.Thread(target=_read_mine, args=(shards, world))
+        world.barrier()
+        reader.start()
+        while True:
+            seconds, num_reading = _sum_s(world, gradient, is_reading=reader.is_alive())
+            if num_reading < world.num_workers:  # a host has all that it needs
+                break
+            beside.append(seconds)
+        reader.join()
+        times = {"alone": alone, "beside": beside}
+        (Path(spec["folder"]) / f"{world.rank}.json").write_text(json.dumps(times))
+        world.barrier()
+
+
+def _sum_s(world: World, gradient: torch.Tensor, *, is_reading: bool) -> tuple[float, int]:
+    """Return the seconds of a sum over all hosts, and the number of hosts that still read before it."""
+    time.sleep(_COMPUTE_S)
+    reading = torch.tensor(float(is_reading))
+    dist.all_reduce(reading, group=world.control)  # they begin together
+    precedence.OWN.begin()  # as in a step
+    began = time.monotonic()
+    dist.all_reduce(gradient)
+    seconds = time.monotonic() - began
+    precedence.OWN.end()
+    gradient.fill_(1.0)
+    return seconds, round(float(reading))
+
+
+def _read_mine(shards: ImageShards, world: World) -> None:
+    mine = range(world.rank, len(shards), world.num_workers)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(lambda number: _digest(shards, number), mine))
 
 
 def _digest(shards: ImageShards, number: int) -> bytes:
