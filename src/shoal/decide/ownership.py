@@ -26,6 +26,21 @@ def assign_owners(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     return owners
 
 
+def shard_dimension(sizes: Sequence[int], num_parts: int, num_shards: int) -> int | None:
+    """Return the dimension in which a weight is sharded whose first one ``num_parts`` workers divide.
+
+    torch 2.15 mistakes the bounds of uneven shards of their parts, so it is the first or the second that
+    divides evenly; ``None``: neither does.
+
+    Example:
+        >>> shard_dimension([8, 6], 2, 4), shard_dimension([8, 6], 2, 3), shard_dimension([8, 6], 2, 5)
+        (0, 1, None)
+    """
+    if sizes[0] % (num_parts * num_shards) == 0:
+        return 0
+    return 1 if len(sizes) > 1 and sizes[1] % num_shards == 0 else None
+
+
 def largest_share(sizes: Sequence[int], num_workers: int) -> float:
     """Return the part of the whole that the fullest worker owns after :func:`assign_owners`.
 

@@ -52,6 +52,8 @@ class LayerPart:
 
     num_parameters: int
     activations: Mapping[Numerics, Activations]
+    divided: tuple[tuple[int, ...], ...] = ()
+    """Shapes of the whole weights of which a worker has some of the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from shoal.decide.ownership import shard_dimension
 from shoal.errors import UsageError
 from shoal.pipelining.stage import StageModule, replace_tensors
 from shoal.pipelining.stage_runner import StageRunner
@@ -120,19 +121,15 @@ def shard_stages(
 def _placement(num_shards: int, parameter: nn.Parameter) -> Shard | None:
     """Return the dimension of a parameter that is sharded; ``None``: the first.
 
-    Where other workers divide the first dimension too, torch 2.15 mistakes the bounds of uneven shards of
-    their parts; then it is the second.
-
     Raises:
-        UsageError: it does not divide evenly either.
+        UsageError: other workers divide the first dimension, and none divides evenly over both.
     """
     if not isinstance(parameter, DTensor) or not any(place.is_shard(0) for place in parameter.placements):
         return None
     num_parts, sizes = parameter.device_mesh.size(), tuple(parameter.shape)
-    if sizes[0] % (num_parts * num_shards) == 0:
-        return None
-    if len(sizes) > 1 and sizes[1] % num_shards == 0:
-        return Shard(1)
+    dimension = shard_dimension(sizes, num_parts, num_shards)
+    if dimension is not None:
+        return Shard(dimension)
     raise UsageError(
         f"shard: a weight of {' × '.join(map(str, sizes))}, of which {num_parts} workers have a part each, "
         f"does not divide evenly into {num_shards} shards; take another number of replicas, or do not shard"

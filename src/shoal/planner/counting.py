@@ -242,7 +242,11 @@ def _count_text(name: str, model: Any, length: int, lora_rank: int = 0) -> Workl
         summed_bytes=4 * model.config.num_hidden_layers * relayed,
         gathered=gathered_share(_size(model), [_size(block) for block in blocks_of(model)]),
         parts={
-            number: LayerPart(num_parameters=_size(part), activations=_activations(part, inputs, loss, 1))
+            number: LayerPart(
+                num_parameters=_size(part),
+                activations=_activations(part, inputs, loss, 1),
+                divided=divided_weights(model, part),
+            )
             for number, part in _parts(model, lora_rank)
         },
     )
@@ -256,6 +260,13 @@ def _count_text(name: str, model: Any, length: int, lora_rank: int = 0) -> Workl
         trainable=sum(size * count for size, count in sizes) / _size(model),
         weight_sizes=sizes,
     )
+
+
+def divided_weights(whole: nn.Module, part: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the weights of a model of which a worker's part has some of the rows."""
+    parts = dict(part.named_parameters())
+    divided = {tuple(each.shape) for name, each in whole.named_parameters() if len(parts[name]) < len(each)}
+    return tuple(sorted(divided))
 
 
 def _size(model: nn.Module) -> int:

@@ -103,8 +103,12 @@ def catalog() -> dict[str, list[Workload]]:
         )
         entry["activations"] = _activations(entry["activations"])
         entry["parts"] = {
-            int(number): LayerPart(num_parameters=parameters, activations=_activations(kept))
-            for number, (parameters, kept) in entry.get("parts", {}).items()
+            int(number): LayerPart(
+                num_parameters=parameters,
+                activations=_activations(kept),
+                divided=tuple(tuple(sizes) for sizes in divided),
+            )
+            for number, (parameters, kept, divided) in entry.get("parts", {}).items()
         }
         entry["weight_sizes"] = tuple((size, count) for size, count in entry["weight_sizes"])
         workloads.setdefault(entry["name"], []).append(Workload(layers=layers, **entry))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shoal.decide.batch import StagesConfig
 from shoal.decide.layout import RESERVED, Layout, footprint_of
+from shoal.decide.ownership import shard_dimension
 from shoal.decide.server_assignment import recommended_bucket_bytes
 from shoal.decide.workload import Workload
 from shoal.errors import UsageError
@@ -95,8 +96,9 @@ def _of_width(
         if fewest and stages > fewest * (1 if fewest == 1 else 2):
             break  # more stages than the model needs only add bubbles
         num_before = len(fitting)
-        for divided in _divided_states(training, shape):
-            if divided != "nothing" and workers.num_accelerators == stages * shape.tensor:
+        replicas = workers.num_accelerators // (stages * shape.tensor)
+        for divided in _divided_states(training, shape, replicas):
+            if divided != "nothing" and replicas == 1:
                 continue
             if divided == "all" and (len(fitting) > num_before or any(first.shard for first, *_ in fitting)):
                 continue  # less memory for the state gains nothing
@@ -122,12 +124,17 @@ def _of_width(
     return fitting
 
 
-def _divided_states(training: Training, shape: _Shape) -> tuple[Divided, ...]:
+def _divided_states(training: Training, shape: _Shape, replicas: int) -> tuple[Divided, ...]:
     """Return what the replicas may divide among them."""
     if training.shard_optimizer:
         return ("optimizer",)
-    # FSDP2 takes rings; with divided layers, it refuses weights that do not divide evenly over both.
-    may_shard = training.has_shards and shape.tensor == 1 and shape.algorithm in RINGS
+    may_shard = training.has_shards and shape.algorithm in RINGS  # which FSDP2 takes
+    if shape.tensor > 1:
+        may_shard = may_shard and all(
+            shard_dimension(sizes, shape.tensor, replicas) is not None
+            for part in training.parts
+            for sizes in part.workload.parts[shape.tensor].divided
+        )
     return ("nothing", "optimizer", *(("all",) if may_shard else ()))
 
 

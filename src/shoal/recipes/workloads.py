@@ -377,13 +377,21 @@ def workload_of(name: str, sample: Sample, config: Any) -> Workload:
 
 def _parts(sample: Sample) -> Iterator[tuple[int, LayerPart]]:
     """Yield the numbers of workers that can divide each layer of a sample, and the part of one of them."""
+    from shoal.planner.counting import divided_weights
+
     for num_workers in WIDTHS:
         try:
             part = part_of(sample, num_workers)
         except UsageError:
             continue
-        kept = CountedActivations(partial(activations_of, part))
-        yield num_workers, LayerPart(num_parameters=part.num_parameters, activations=kept)
+        yield (
+            num_workers,
+            LayerPart(
+                num_parameters=part.num_parameters,
+                activations=CountedActivations(partial(activations_of, part)),
+                divided=divided_weights(sample.model, part.model),
+            ),
+        )
 
 
 def _counting(function: Callable[P, T]) -> Callable[P, T]:
@@ -432,7 +440,10 @@ _RARE = (
 def _as_json(workload: Workload) -> str:
     """Return a workload as an entry of the catalog, without the properties that most lack."""
     layers = [[each.name, each.num_parameters, each.forward_flops] for each in workload.layers]
-    parts = {str(number): [each.num_parameters, _kept(each)] for number, each in workload.parts.items()}
+    parts = {
+        str(number): [each.num_parameters, _kept(each), each.divided]
+        for number, each in workload.parts.items()
+    }
     tree = {each.name: getattr(workload, each.name) for each in fields(workload)}
     usual = {each.name: each.default for each in fields(workload)} | {"parts": {}}
     tree |= {"layers": layers, "activations": _kept(workload), "parts": parts}

@@ -150,11 +150,18 @@ def test_the_optimizer_is_sharded_only_where_its_state_does_not_fit_whole() -> N
         chosen(part(parameters=600_000_000), has_stages=False)
 
 
-def in_parts(made: Part, *widths: int) -> Part:
-    """A part whose layers divide evenly over these numbers of workers."""
+def in_parts(made: Part, *widths: int, divided: tuple[tuple[int, ...], ...] = ((7,),)) -> Part:
+    """A part whose layers divide evenly over these numbers of workers.
+
+    Args:
+        divided: shapes of weights; by default one that does not divide into shards.
+    """
     counted = made.workload
     kept = counted.activations
-    parts = {n: LayerPart(num_parameters=counted.num_parameters // n, activations=kept) for n in widths}
+    parts = {
+        n: LayerPart(num_parameters=counted.num_parameters // n, activations=kept, divided=divided)
+        for n in widths
+    }
     return replace(made, workload=replace(counted, parts=parts))
 
 
@@ -185,6 +192,17 @@ def test_layers_are_divided_over_the_fewest_devices_that_fit_and_twice_as_many()
     assert {layout.tensor for layout in chosen(large, has_tensor=False)} == {1}
     huge = in_parts(part(parameters=6_000_000_000), 2, 4, 8)
     assert {(each.tensor, each.stages) for each in chosen(huge, hosts(16))} == {(8, 4), (8, 8)}
+
+
+def test_divided_layers_are_sharded_where_their_weights_divide_evenly() -> None:
+    """Weights and gradients of 96 GB on 32 GiB: a half of 0.3 of them, and of each shard's, is 20 GB."""
+    large = part(parameters=1_200_000_000)
+    in_blocks = replace(large, workload=replace(large.workload, gathered=0.3))
+    evenly = in_parts(in_blocks, 2, divided=((64, 6), (6, 64), (32,)))
+    assert [(each.tensor, each.shard) for each in chosen(evenly, has_stages=False)] == [(2, True)]
+    for sizes in ((6, 6), (16,)):
+        with pytest.raises(UsageError, match="fits on no layout"):
+            chosen(in_parts(in_blocks, 2, divided=(sizes,)), has_stages=False)
 
 
 def test_a_batch_need_not_divide_over_devices_that_do_not_hold_the_model() -> None:

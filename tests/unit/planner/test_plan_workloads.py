@@ -153,6 +153,7 @@ def test_the_catalog_has_what_is_counted(name: str, length: int | None) -> None:
     assert kept.num_kernels == pytest.approx(counted.num_kernels, rel=0.05), "versions of torch differ"
     for mine, other in ((kept, counted), *((kept.parts[n], part) for n, part in counted.parts.items())):
         assert mine.num_parameters == other.num_parameters
+        assert getattr(mine, "divided", ()) == getattr(other, "divided", ())
         for numerics, found in other.activations.items():
             assert vars(mine.activations[numerics]) == pytest.approx(vars(found), rel=0.05)
     without = {"num_kernels": 0, "activations": {}, "parts": dict.fromkeys(counted.parts)}
