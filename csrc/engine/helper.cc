@@ -185,6 +185,7 @@ SumMemory& HelperServer::memory() {
     for (const auto& [peer, member] : group.members) groups.back().push_back(peer);
   }
   memory_.share(groups);
+  transport_->share(memory_.jobs());
   return memory_;
 }
 

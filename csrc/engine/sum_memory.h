@@ -26,6 +26,7 @@ class SumMemory {
 
   // The peers that are members of each group, from now on.
   void share(const std::vector<std::vector<int>>& groups);
+  const std::vector<std::vector<int>>& jobs() const { return jobs_; }  // their peers
   std::size_t most_processes() const { return max_bytes_ / kLeastBytes; }
   bool has_room_for(int peer) const { return shares_.count(peer) || shares_.size() < most_processes(); }
   std::size_t most_bytes(int peer) const;
@@ -52,7 +53,7 @@ class SumMemory {
   const Account held_ = std::make_shared<std::atomic<std::size_t>>(0);  // of all
   std::map<int, Account> accounts_;      // by peer
   std::map<int, Share> shares_;          // by peer
-  std::vector<std::vector<int>> jobs_;   // their peers
+  std::vector<std::vector<int>> jobs_;
 };
 
 // Returns the peers of each job: of groups that have peers in common.

@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::size_t kStagedBytes = 16 << 10, kStagedControlBytes = 2 << 10;
 constexpr std::size_t kFairShare = 512 << 10;  // bytes read from a connection before the others are served
+constexpr std::size_t kNoLimit = ~std::size_t{0};
 constexpr std::size_t kWriteBytes = 512 << 10;  // handed to the kernel at once, if there are more frames
 
 }  // namespace
@@ -44,9 +45,9 @@ Connection::~Connection() { close_socket(fd_); }
 
 // ---- reading --------------------------------------------------------------------------------------------
 
-bool Connection::read(Sink& sink) {
-  for (std::size_t total = 0; total < kFairShare;) {
-    const Received received = receive();
+bool Connection::read(Sink& sink, std::optional<std::size_t> most) {
+  for (std::size_t total = 0; total < most.value_or(kFairShare);) {
+    const Received received = receive(most ? *most - total : kNoLimit);
     total += received.bytes;
     if (received.waits) {
       const NetworkHold hold(shared_.network);
@@ -60,7 +61,7 @@ bool Connection::read(Sink& sink) {
 
 bool Connection::read_all(Sink& sink) {
   while (true) {
-    const Received received = receive();
+    const Received received = receive(kNoLimit);
     if (received.waits) take_staged(sink);
     if (stalled_) resume(true);  // nothing more comes
     if (received.closed) return false;
@@ -68,8 +69,8 @@ bool Connection::read_all(Sink& sink) {
   }
 }
 
-// Reads what the socket has, or nothing while bytes that were read before wait.
-Connection::Received Connection::receive() {
+// Reads what the socket has, at most so much, or nothing while bytes that were read before wait.
+Connection::Received Connection::receive(std::size_t most) {
   const MutexLock lock(reading_);
   Received received;
   if (ended_) {
@@ -82,12 +83,10 @@ Connection::Received Connection::receive() {
   }
   iovec pieces[2];
   int count = 0;
-  std::size_t wanted = 0;
-  if (payload_) {
-    wanted = header_.payload_bytes - payload_filled_;
-    pieces[count++] = {payload_.get() + payload_filled_, wanted};
-  }
-  pieces[count++] = {staged_.get(), staged_bytes_};
+  const std::size_t missing = payload_ ? header_.payload_bytes - payload_filled_ : 0, wanted = std::min(missing, most),
+                    beside = wanted < missing ? 0 : std::min(staged_bytes_, most - wanted);
+  if (wanted) pieces[count++] = {payload_.get() + payload_filled_, wanted};
+  if (beside) pieces[count++] = {staged_.get(), beside};
   const ssize_t got = readv(fd_, pieces, count);
   static_cast<void>(shared_.num_writes.load(std::memory_order_acquire));
   if (got < 0 && errno != EAGAIN && errno != EINTR) throw std::system_error(errno, std::generic_category());
@@ -103,7 +102,7 @@ Connection::Received Connection::receive() {
   staged_end_ = received.bytes - direct;
   if (payload_ && payload_filled_ == header_.payload_bytes) open_payload();
   received.waits = whole_ || staged_end_ > 0;
-  received.drained = received.bytes < wanted + staged_bytes_;
+  received.drained = received.bytes < wanted + beside;
   return received;
 }
 

@@ -54,9 +54,9 @@ class Connection {
   int peer() const { return peer_; }
   bool control() const { return control_; }
 
-  // Reads available bytes, up to a fair share, and passes on each complete frame. Returns false at the end of the
-  // stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
-  bool read(Sink& sink) EXCLUDES(network_thread);
+  // Reads available bytes, up to a fair share or no more than `most`, and passes on each complete frame. Returns false at
+  // the end of the stream. Throws std::system_error for a failed socket and std::runtime_error for a malformed frame.
+  bool read(Sink& sink, std::optional<std::size_t> most = {}) EXCLUDES(network_thread);
   // The same, of all that is available.
   bool read_all(Sink& sink) REQUIRES(network_thread);
 
@@ -91,6 +91,7 @@ class Connection {
   std::atomic<std::uint64_t> bytes_in{0}, bytes_out{0}, frames_in{0};
   std::size_t path = 0;  // number of the interface
   std::size_t loop = 0;  // number of the thread
+  std::atomic<int> job{0};  // of the peer; 0: of none
   std::uint64_t frames_at_tick = 0;  // frames_in at the last tick
 
  private:
@@ -106,7 +107,7 @@ class Connection {
     std::uint64_t end;  // of the frame in the stream
   };
 
-  Received receive() EXCLUDES(reading_);
+  Received receive(std::size_t most) EXCLUDES(reading_);
   void take_staged(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
   bool take_one(Sink& sink) REQUIRES(network_thread) EXCLUDES(reading_);
   // The header has come, and its payload has no memory yet.

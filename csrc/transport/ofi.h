@@ -46,6 +46,7 @@ class OfiTransport : public Transport, private Sink, private PollSource {
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
   void resume(int peer) override { tcp_.resume(peer); }
+  void share(const std::vector<std::vector<int>>& jobs) override { tcp_.share(jobs); }
   std::size_t held_bytes(int peer) const override;
   BufferPool& pool() override { return tcp_.pool(); }
   void drop_data(std::uint32_t group, int peer) override;

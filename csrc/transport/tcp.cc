@@ -25,6 +25,7 @@ namespace shoal {
 namespace {
 
 constexpr std::size_t kSmallBytes = 8 << 10;
+constexpr std::size_t kLeastPart = 4 << 10;  // read of a connection where its job has very many: the others have more, too
 constexpr int kPortTries = 16;
 constexpr int kBacklog = 4096;  // the kernel may allow fewer
 
@@ -224,6 +225,7 @@ std::map<std::string, std::uint64_t> TcpTransport::counters() const {
           {"frames_received", shared_.frames_received},
           {"strangers_dropped", strangers_},
           {"connections", num_connections_},
+          {"jobs", num_jobs_},
           {"paths_lost", paths_lost_}};
 }
 
@@ -233,14 +235,11 @@ void TcpTransport::run_first() {
   Loop& loop = *loops_.front();
   this_loop = &loop;
   auto last_tick = Clock::now();
-  std::array<epoll_event, 64> events;
   while (!stopping_) {
     const double until_tick = options_.tick_s - std::chrono::duration<double>(Clock::now() - last_tick).count();
     int wait_ms = std::max(0, static_cast<int>(until_tick * 1000) + 1);
     if (const int most_ms = poll_source_ ? poll_source_->max_wait_ms() : -1; most_ms >= 0) wait_ms = std::min(wait_ms, most_ms);
-    const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), wait_ms);
-    for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
-    read_resumed(loop);
+    serve_round(loop, wait_ms);
     run_tasks();
     const double elapsed = std::chrono::duration<double>(Clock::now() - last_tick).count();
     const bool ticks = elapsed >= options_.tick_s;
@@ -256,16 +255,43 @@ void TcpTransport::run_first() {
 
 void TcpTransport::run_other(Loop& loop) {
   this_loop = &loop;
-  std::array<epoll_event, 64> events;
   while (!stopping_) {
-    const int count = epoll_wait(loop.epoll_fd, events.data(), static_cast<int>(events.size()), -1);
-    for (int k = 0; k < count; ++k) handle(loop, events[static_cast<std::size_t>(k)]);
-    read_resumed(loop);
+    serve_round(loop, -1);
     flush_dirty(loop);
   }
 }
 
-void TcpTransport::handle(Loop& loop, const epoll_event& event) {
+// Waits, and serves what is ready. Where there are several jobs, that is to be all of it: a round has a part of each.
+void TcpTransport::serve_round(Loop& loop, int wait_ms) {
+  const int count = epoll_wait(loop.epoll_fd, loop.events.data(), static_cast<int>(loop.events.size()), wait_ms);
+  const std::span<const epoll_event> events(loop.events.data(), static_cast<std::size_t>(std::max(count, 0)));
+  const Parts parts = parts_of(loop, events);
+  for (const epoll_event& event : events) handle(loop, event, parts);
+  if (num_jobs_ > 1 && events.size() == loop.events.size()) loop.events.resize(2 * events.size());
+  read_resumed(loop);
+}
+
+TcpTransport::Parts TcpTransport::parts_of(Loop& loop, std::span<const epoll_event> events) const {
+  if (num_jobs_ < 2) return {};
+  std::vector<std::shared_ptr<Connection>> ready;
+  const MutexLock lock(loop.mutex);
+  for (const epoll_event& event : events) {
+    const auto found = loop.connections.find(event.data.fd);
+    if (found != loop.connections.end()) ready.push_back(found->second);
+  }
+  return parts_of(ready);
+}
+
+TcpTransport::Parts TcpTransport::parts_of(std::span<const std::shared_ptr<Connection>> ready) const {
+  Parts parts;
+  if (num_jobs_ < 2) return parts;
+  std::size_t round = options_.job_bytes;
+  for (const auto& connection : ready) round = std::max(round, ++parts[connection->job] * kLeastPart);
+  for (auto& [job, part] : parts) part = round / part;
+  return parts;
+}
+
+void TcpTransport::handle(Loop& loop, const epoll_event& event, const Parts& parts) {
   const int fd = event.data.fd;
   if (fd == loop.wake_fd) {
     std::uint64_t ignored;
@@ -277,7 +303,7 @@ void TcpTransport::handle(Loop& loop, const epoll_event& event) {
     const MutexLock lock(loop.mutex);
     if (const auto found = loop.connections.find(fd); found != loop.connections.end()) connection = found->second;
   }
-  if (connection) return serve(connection, event.events);
+  if (connection) return serve(connection, event.events, parts);
   if (&loop != loops_.front().get()) return;
   const NetworkHold hold(shared_.network);
   if (std::ranges::count(listen_fds_, fd)) accept_all(fd);
@@ -352,7 +378,8 @@ void TcpTransport::read_resumed(Loop& loop) {
     const MutexLock lock(loop.mutex);
     resumed.swap(loop.resumed);
   }
-  for (const auto& connection : resumed) serve(connection, EPOLLIN);
+  const Parts parts = parts_of(resumed);
+  for (const auto& connection : resumed) serve(connection, EPOLLIN, parts);
 }
 
 void TcpTransport::flush_dirty(Loop& loop) {
@@ -388,15 +415,17 @@ void TcpTransport::write(const std::shared_ptr<Connection>& connection) {
   }
 }
 
-void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) {
+void TcpTransport::serve(const std::shared_ptr<Connection>& connection, std::uint32_t events, const Parts& parts) {
   if (events & EPOLLOUT) write(connection);
   if (!(events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return;
   if (connection->stalled()) {
     if (!(events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR))) return;
     connection->resume(true);
   }
+  const auto part = parts.find(connection->job);
+  const auto most = part == parts.end() ? std::nullopt : std::optional(part->second);
   try {
-    if (connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_)) return;
+    if (connection->read(addresses_.size() > 1 ? static_cast<Sink&>(once_) : sink_, most)) return;
     const NetworkHold hold(shared_.network);
     end_connection(connection, "it closed the connection");
   } catch (const std::system_error& error) {
@@ -476,6 +505,18 @@ void TcpTransport::resume(int index) {
     }
     wake(loop);
   }
+}
+
+void TcpTransport::share(const std::vector<std::vector<int>>& jobs) {
+  assert_here();
+  for (auto& [index, peer] : peers_) peer.job = 0;
+  for (std::size_t job = 0; job < jobs.size(); ++job) {
+    for (int index : jobs[job]) peer_at(index).job = static_cast<int>(job) + 1;
+  }
+  for (const auto& [index, peer] : peers_) {
+    for (const auto& connection : peer.connections) connection->job = peer.job;
+  }
+  num_jobs_ = jobs.size();
 }
 
 std::size_t TcpTransport::held_bytes(int index) const {

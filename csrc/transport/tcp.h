@@ -9,11 +9,16 @@
 // given up: its frames that the peer's kernel has not acknowledged go over the others, and the receiver drops those
 // that it has, by their number.
 //
+// A thread serves its connections in rounds. Each connection has a share of a round. Where the peers are of several jobs,
+// each job has: of its connections that are ready, each is read up to an equal part of it.
+//
 // A peer is down when its connections have ended, or when its kernel has acknowledged nothing for `grace_s`. The
 // kernel is checked, not the process: it acknowledges heartbeats on the control connection even while the process is
 // stopped. When it does not, connection attempts distinguish a reachable host from an unreachable one; TCP itself
 // would retry only after seconds.
 #pragma once
+
+#include <sys/epoll.h>
 
 #include <array>
 #include <atomic>
@@ -21,7 +26,9 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <system_error>
 #include <thread>
@@ -34,8 +41,6 @@
 #include "transport/handshake.h"
 #include "transport/transport.h"
 
-struct epoll_event;
-
 namespace shoal {
 
 struct TcpOptions {
@@ -46,6 +51,7 @@ struct TcpOptions {
   double grace_s = 2.0;
   double tick_s = 0.25;
   int num_threads = 1;  // with several addresses, whose paths share state: one
+  std::size_t job_bytes = 1 << 20;  // read of each of several jobs in a round of a thread
   Protection protection = Protection::checksum;  // of the connections that this process opens
   PrivateKey private_key{};  // for tests: of the process; zeros: a new one
 
@@ -91,6 +97,7 @@ class TcpTransport : public Transport {
   void send(int peer, FrameHeader header, Payload payload) override;
   void drop(int peer) override;
   void resume(int peer) override;
+  void share(const std::vector<std::vector<int>>& jobs) override;
   std::size_t held_bytes(int peer) const override;
   BufferPool& pool() override { return shared_.pool; }
   void drop_data(std::uint32_t group, int peer) override;
@@ -138,6 +145,7 @@ class TcpTransport : public Transport {
     std::uint64_t seen_below = 1;    // all its frames with lower numbers have come
     std::set<std::uint64_t> seen;    // and these
     bool down = false;
+    int job = 0;  // 0: it has none
     std::vector<std::shared_ptr<Connection>> connections;
     std::shared_ptr<Connection> control;
     std::string ended;  // reason for which one of several connections has ended
@@ -163,6 +171,7 @@ class TcpTransport : public Transport {
   struct Loop {
     int epoll_fd = -1, wake_fd = -1;
     std::thread thread;
+    std::vector<epoll_event> events = std::vector<epoll_event>(64);
     Mutex mutex;
     std::map<int, std::shared_ptr<Connection>> connections GUARDED_BY(mutex);  // by socket
     std::vector<std::shared_ptr<Connection>> dirty GUARDED_BY(mutex);          // have frames to write
@@ -173,7 +182,12 @@ class TcpTransport : public Transport {
   std::size_t unsent_bytes(const Marks& marks) REQUIRES(network_thread);
   void run_first();
   void run_other(Loop& loop);
-  void handle(Loop& loop, const epoll_event& event) EXCLUDES(network_thread);
+  void serve_round(Loop& loop, int wait_ms) EXCLUDES(network_thread);
+  // What is read of a connection of each job in a round; empty: its own share.
+  using Parts = std::map<int, std::size_t>;
+  Parts parts_of(std::span<const std::shared_ptr<Connection>> ready) const;
+  Parts parts_of(Loop& loop, std::span<const epoll_event> events) const;
+  void handle(Loop& loop, const epoll_event& event, const Parts& parts) EXCLUDES(network_thread);
   void run_tasks() EXCLUDES(network_thread);
   void wake(Loop& loop);
   static void await_input(int epoll_fd, int fd);
@@ -188,7 +202,7 @@ class TcpTransport : public Transport {
   std::size_t path_of(int fd) const;
   Destination destination_of(const Peer& peer, bool control) const;
   std::shared_ptr<Connection> connection_for(Peer& peer, std::size_t bytes, bool data);
-  void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events) EXCLUDES(network_thread);
+  void serve(const std::shared_ptr<Connection>& connection, std::uint32_t events, const Parts& parts) EXCLUDES(network_thread);
   void forget(Connection& connection) REQUIRES(network_thread);
   void end_connection(const std::shared_ptr<Connection>& connection, const std::string& why) REQUIRES(network_thread);
   void end_broken(const std::shared_ptr<Connection>& connection, const std::system_error& error) REQUIRES(network_thread);
@@ -230,7 +244,7 @@ class TcpTransport : public Transport {
   std::uint64_t num_arrivals_ GUARDED_BY(network_thread) = 0;
   std::size_t num_data_ GUARDED_BY(network_thread) = 0;  // connections so far: their threads in turn
 
-  std::atomic<std::uint64_t> frames_sent_{0}, strangers_{0}, num_connections_{0}, paths_lost_{0};
+  std::atomic<std::uint64_t> frames_sent_{0}, strangers_{0}, num_connections_{0}, paths_lost_{0}, num_jobs_{0};
 };
 
 }  // namespace shoal

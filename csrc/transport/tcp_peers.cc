@@ -150,6 +150,7 @@ void TcpTransport::adopt(int fd, int index, bool control, const Session& session
       fd, index, control, shared_, loop.epoll_fd,
       Connection::Seals{Seal(session.protection, session.sends), Seal(session.protection, session.receives)});
   connection->loop = number;
+  connection->job = peer.job;
   if (addresses_.size() > 1) {
     connection->path = path_of(fd);
     peer.paths.resize(std::max(peer.paths.size(), connection->path + 1));  // its addresses may come later

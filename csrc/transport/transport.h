@@ -79,6 +79,8 @@ class Transport {
   virtual void drop(int peer) = 0;
   // Asks Sink::admits() again for the frames of a peer that wait for it.
   virtual void resume(int peer) = 0;
+  // The peers of each job: in a round of reading, each job has the same part, whatever its number of connections.
+  virtual void share(const std::vector<std::vector<int>>& jobs) = 0;
   // Bytes of a peer's frames that are arriving, and of those that are queued for it.
   virtual std::size_t held_bytes(int peer) const = 0;
   // Where frames are received.

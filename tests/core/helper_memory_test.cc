@@ -196,6 +196,23 @@ TEST(helper_memory_is_shared_by_jobs_whatever_their_processes) {
   CHECK_EQ(memory.most_bytes(0), shoal::SumMemory::kMostBytes);
 }
 
+TEST(helper_knows_the_jobs_that_share_its_threads) {
+  Pair pair({"a"});
+  Member third(0, 2, pair.helper.port());
+  const auto jobs = [&](std::uint64_t count) {
+    await([&] { return count_of(pair.helper.counters(), "jobs") == count; }, "the helper has counted its jobs");
+  };
+  pair.members[0]->push("a", 0);
+  jobs(1);
+  third.join("b");
+  third.push("b", 0);
+  jobs(2);
+  third.join("c");
+  pair.members[1]->join("c");
+  pair.members[1]->push("c", 0);
+  jobs(1);
+}
+
 // A job beyond its part may not go on once all is taken; another one may.
 TEST(helper_memory_of_a_job_ends_where_another_s_begins) {
   shoal::SumMemory memory(64 << 20);

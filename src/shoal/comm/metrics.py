@@ -44,6 +44,7 @@ class Metric(NamedTuple):
 
 METRICS: Mapping[str, Metric] = {
     "groups": Metric("groups", "gauge", "Process groups that have ranks connected."),
+    "jobs": Metric("jobs", "gauge", "Jobs: processes that have groups in common."),
     "connections": Metric("connections", "gauge", "Connections to other processes."),
     "chunks_summed": Metric("summed_chunks_total", "counter", "Chunks whose sum is complete."),
     "held_bytes": Metric("held_bytes", "gauge", "Memory of sums that ranks may still ask for."),
