@@ -1,15 +1,19 @@
-"""Measures the cost of strangers: bytes read of each, and processor time for it, before it is cut.
+"""Measures the cost of strangers: bytes and processor time of each, until it is cut, and a flood of them.
 
-python -m benchmarks.strangers [--quick] [--json FILE] [--markdown FILE]
+python -m benchmarks.strangers [--quick] [--cases each flood] [--json FILE] [--markdown FILE]
 
 Two ports: a helper's, and that of the store in which JAX's and TensorFlow's workers meet. A stranger sends
 what a member would send first, with a wrong HMAC. The bytes are counted by sending one after the other until
 the connection ends. The processor time is that of all threads of the process, of the kernel's part too,
 by ``/proc/PID/task/*/schedstat``. Neither depends on what else runs on the machine, but for its caches.
+
+The flood (root) comes from an emulated host whose link has 5 % of the rate of the others', to two workers
+and a helper that sum (``strangers_worker.py``). A step without it is the peer.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import re
@@ -20,12 +24,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from benchmarks.comm_runs import MIB, retakes_of, watched
 from benchmarks.harness import Benchmark
+from benchmarks.worker import run_on_hosts
 from shoal.comm.tcp_store import TcpStoreServer
-from shoal.launch.emulated import HELPER_COMMAND
+from shoal.launch.emulated import HELPER_COMMAND, Cluster
+from shoal.launch.emulated_network import HELPER_PORT
 
 ADDRESS = "127.0.0.1"
 MARK = b"SHOAL\0\0\4"
@@ -33,6 +41,8 @@ MARK = b"SHOAL\0\0\4"
 HELLO_BYTES = 40
 STORE_PROTOCOL = b"shoal-store-2"
 MOST_BYTES = 4096
+RATE_MBIT, FLOOD_MBIT = 200, 10
+TURNS, QUICK_TURNS, STEPS_OF_A_TURN = 8, 2, 6
 NUM_STRANGERS, QUICK_STRANGERS, WARM_UP = 5000, 1000, 100
 
 
@@ -132,7 +142,8 @@ def intrude(port: int, count: int, greeting: Callable[[], bytes]) -> None:
             _ends(connection)
 
 
-def measure(bench: Benchmark) -> None:
+def measure_each(bench: Benchmark) -> None:
+    """Strangers one after the other: bytes and processor time."""
     count = QUICK_STRANGERS if bench.quick else NUM_STRANGERS
     for place, listening, greeting, most_bytes in (
         ("a helper", helper, greeting_of_a_helper, 64),
@@ -149,10 +160,45 @@ def measure(bench: Benchmark) -> None:
             bench.limit(f"processor time for a stranger at {place}", each, 50, unit="us", formula="50")
 
 
+def measure_flood(bench: Benchmark) -> None:
+    """Strangers at once, over a narrow link: the time of a step."""
+    with Cluster(hosts=3, helpers=1, nic=f"{RATE_MBIT}mbit") as cluster:
+        cluster.limit(2, f"{FLOOD_MBIT}mbit")
+        spec = {
+            "helper": [cluster.address(3), HELPER_PORT],
+            "bytes": 8 * MIB,
+            "steps": STEPS_OF_A_TURN,
+            "turns": QUICK_TURNS if bench.quick else TURNS,
+        }
+        run = partial(run_on_hosts, cluster, "benchmarks.strangers_worker:flooded_steps", spec)
+        seen, foreign, num_retaken = watched(run, most_retaken=retakes_of(bench))
+    case = f"a step in a flood over a link of {FLOOD_MBIT / RATE_MBIT:.0%}"
+    bench.add(
+        case,
+        ours=[1e3 * seconds for seconds in seen["flooded"]],
+        peer=[1e3 * seconds for seconds in seen["quiet"]],
+        peer_name="without strangers",
+        unit="ms",
+        target=1 / 1.1,
+        foreign_cores=[foreign],
+        num_retaken=num_retaken,
+    )
+    print(
+        f"{case}: {seen['strangers']:,} strangers at {seen['places']} ports, "
+        f"{seen['bits_per_s'] / 1e6:.1f} of {FLOOD_MBIT} Mbit/s; the ranks dropped {seen['dropped_by_ranks']}"
+    )
+
+
+CASES = {"each": measure_each, "flood": measure_flood}
+
+
 def main() -> None:
     """Measure, and exit with 1 if a target does not hold."""
-    bench = Benchmark("strangers")
-    measure(bench)
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
+    bench = Benchmark("strangers", options=options)
+    for case in bench.args.cases:
+        CASES[case](bench)
     raise SystemExit(bench.finish())
 
 
