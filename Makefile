@@ -12,6 +12,8 @@ BIN     := $(VENV)/bin
 UV      := $(BIN)/uv pip install --quiet --python $(BIN)/python
 EXTRAS  := torch,text,corpora,vision,aws,objects,report,watch,mlperf,scores,onnx,lora,wandb,mlflow,dev,bench,docs
 STAMP   := $(VENV)/.installed
+# Builds have no environment of their own: in a new one scikit-build-core compiles all of csrc again.
+BUILDS   = $(shell $(PYTHON) -c 'import tomllib; print(*map(repr, tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"]))')
 QUICK    = $(if $(P),tests/unit/$(P) tests/unit/test_$(P).py)
 # Whole files: what a file's tests share is made once. Of all tests three at a time on two cores: those of processes
 # wait for much of their time. The longest file of tests/real, which waits for slow links, begins.
@@ -48,7 +50,8 @@ $(BIN)/uv:
 
 $(STAMP): $(SOURCES) | $(BIN)/uv
 	@echo 'installing packages (6 GB the first time) and building the core: some minutes without output'
-	$(UV) '$(TORCH)' --editable '.[$(EXTRAS)]'
+	$(UV) $(BUILDS) cmake ninja
+	$(UV) '$(TORCH)' --no-build-isolation-package shoal --editable '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(STAMP)  ## pretrain the tiny ALBERT on English found in this Python, then write the report
@@ -167,7 +170,7 @@ docs: $(STAMP)  ## the documentation site in build/site; any warning, broken lin
 
 wheels: $(STAMP)  ## the wheel for this Python and the sdist in dist/; auditwheel finds which Linux it needs
 	rm -rf build/untagged dist
-	$(BIN)/uv build --quiet --python $(BIN)/python --sdist --wheel --out-dir build/untagged
+	$(BIN)/uv build --quiet --no-build-isolation --python $(BIN)/python --sdist --wheel --out-dir build/untagged
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/untagged/*.whl
 	mv build/untagged/*.tar.gz dist
 	ls -l dist
