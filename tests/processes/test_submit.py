@@ -47,13 +47,13 @@ SUBMISSIONS = {
 
 @pytest.mark.parametrize("back_end", SUBMISSIONS)
 def test_helpers_that_the_command_would_leave_idle_are_refused(tmp_path: Path, back_end: str) -> None:
-    """Before anything is written; the backend may be named in the command's file of settings too."""
-    (tmp_path / "run.toml").write_text('[distributed]\nbackend = "gloo"\n')
-    for words in (("--distributed.backend=nccl",), ("--config", "run.toml")):
+    """Before anything is written; settings may be in the command's file too."""
+    (tmp_path / "run.toml").write_text('[distributed]\nwire = "int8"\n')
+    for words, remedy in ((("--distributed.backend=nccl",), "leave"), (("--config", "run.toml"), "take")):
         options = (*SUBMISSIONS[back_end], "--dry-run", "--", "shoal", "train", "bert", *words)
         done = shoal("submit", back_end, *options, cwd=tmp_path)
         assert done.returncode == 2, done.stdout
-        assert "does not use helper hosts, and 1 helper is named: leave out --distributed" in done.stderr
+        assert f"does not use helper hosts, and 1 helper is named: {remedy}" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 

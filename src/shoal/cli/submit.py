@@ -326,6 +326,7 @@ def _planned_backend(command: Sequence[str], job: SlurmJob, num_workers: int) ->
     return planned_backend(
         Situation(
             requested=(option_of(command, "--distributed.backend") or "auto").lower(),
+            wire=option_of(command, "--distributed.wire") or "fp32",
             on_gpu=bool(job.gpus_per_host) and option_of(command, "--distributed.device") != "cpu",
             num_workers=num_workers,
             num_hosts=job.hosts - hosts_apart(command),

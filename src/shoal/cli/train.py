@@ -353,6 +353,7 @@ def _planned_backend(config: Any, launch: Launch, num_workers: int) -> str:
     return planned_backend(
         Situation(
             requested=config.distributed.backend.lower(),
+            wire=config.distributed.wire,
             on_gpu=device == "cuda" or (device == "auto" and num_here >= num_local),
             num_workers=num_workers,
             num_hosts=num_hosts,

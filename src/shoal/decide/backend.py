@@ -58,6 +58,8 @@ class Situation:
 
     requested: str = AUTO
     """``distributed.backend`` of the settings."""
+    wire: str = "fp32"
+    """``distributed.wire`` of the settings."""
     on_gpu: bool = False
     num_workers: int = 1
     num_hosts: int = 1
@@ -92,11 +94,11 @@ def choose_backend(known: Situation) -> BackendChoice | None:
     """Return the backend, or ``None`` where nccl and shoal have to be compared.
 
     Raises:
-        UsageError: helper hosts that the named backend cannot use, or GPU workers with helper hosts whose
-            process group in C++ does not load.
+        UsageError: helper hosts that the named backend or the wire format cannot use, or GPU workers with
+            helper hosts whose process group in C++ does not load.
     """
+    check_helpers(known.requested, known.num_helpers, known.wire)
     if known.requested != AUTO:
-        check_helpers(known.requested, known.num_helpers)
         return BackendChoice(backend=known.requested, reason="distributed.backend names it")
     if not known.averages:
         return BackendChoice(backend=GLOO, reason="nothing is averaged")

@@ -74,20 +74,26 @@ def helpers(environ: Environ = None) -> list[HelperAddress]:
     return [_helper(entry) for entry in map(str.strip, entries) if entry]
 
 
-def check_helpers(backend: str, num_helpers: int) -> None:
-    """Refuse helper hosts for a backend that does not use any.
+def check_helpers(backend: str, num_helpers: int, wire: str = "fp32") -> None:
+    """Refuse helper hosts for a backend or a wire format that does not use any.
 
     Args:
         backend: ``distributed.backend`` of the settings; ``auto`` uses them.
         num_helpers: helper hosts, or servers on such.
+        wire: ``distributed.wire`` of the settings.
 
     Raises:
-        UsageError: the backend would leave them idle.
+        UsageError: they would be idle.
     """
     if num_helpers and backend.lower() not in ("auto", "shoal"):
         raise UsageError(
             f"distributed.backend {backend} does not use helper hosts, and {counted_helpers(num_helpers)}: "
             f"leave out --distributed.backend (or name shoal), or the helpers (--helpers, {HELPERS})"
+        )
+    if num_helpers and wire == "int8":
+        raise UsageError(
+            f"distributed.wire int8 does not use helper hosts, and {counted_helpers(num_helpers)}: take "
+            f"--distributed.wire bf16, or leave out the helpers (--helpers, {HELPERS})"
         )
 
 

@@ -138,19 +138,24 @@ def check_transport(transport: str | None) -> None:
 
 
 def check_use_of_helpers(command: Sequence[str], num_helpers: int) -> None:
-    """Refuse helper hosts that the backend of a command, in its words or its file, would leave idle.
+    """Refuse helper hosts that the backend or the wire format of a command, or of its file, would leave idle.
 
     Args:
         command: of the workers.
         num_helpers: helper hosts of the job.
 
     Raises:
-        UsageError: it names another backend than shoal.
+        UsageError: it names another backend than shoal, or int8.
     """
-    if num_helpers:
-        in_file = _setting_in(option_of(command, "--config"), "distributed", "backend")
-        named = option_of(command, "--distributed.backend") or in_file
-        check_helpers(named if isinstance(named, str) else "auto", num_helpers)
+    if not num_helpers:
+        return
+
+    def setting(name: str, default: str) -> str:
+        in_file = _setting_in(option_of(command, "--config"), "distributed", name)
+        named = option_of(command, f"--distributed.{name}") or in_file
+        return named if isinstance(named, str) else default
+
+    check_helpers(setting("backend", "auto"), num_helpers, setting("wire", "fp32"))
 
 
 def _setting_in(file: str | None, section: str, name: str) -> object:

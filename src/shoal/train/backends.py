@@ -113,6 +113,7 @@ def agree_on_backend(
         choice = choose_backend(
             Situation(
                 requested=requested,
+                wire=config.wire,
                 on_gpu=_is_gpu(device),
                 num_workers=ranks.num_workers,
                 num_hosts=num_hosts,

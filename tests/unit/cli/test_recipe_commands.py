@@ -117,6 +117,9 @@ def test_a_dry_run_refuses_helpers_that_would_be_idle(data: Path) -> None:
     result = shoal(*job, "--distributed.backend", "gloo")
     assert result.returncode == 2
     assert "distributed.backend gloo does not use helper hosts, and 1 helper is named" in said(result)
+    result = shoal(*job, "--distributed.wire", "int8")
+    assert result.returncode == 2
+    assert "distributed.wire int8 does not use helper hosts, and 1 helper is named" in said(result)
     assert "\nbackend      shoal (1 helper is named)\n" in shoal(*job).stdout
 
 

@@ -90,6 +90,15 @@ def test_helpers_that_a_backend_cannot_use_are_refused(backend: str) -> None:
     assert choose_backend(replace(GPUS, requested=backend)) is not None
 
 
+@pytest.mark.parametrize("known", [CPUS, GPUS])
+def test_helpers_that_a_wire_format_does_not_use_are_refused(known: Situation) -> None:
+    for requested in ("auto", "shoal"):
+        named = replace(known, requested=requested, num_helpers=1)
+        with pytest.raises(UsageError, match="wire int8 does not use helper hosts, and 1 helper"):
+            choose_backend(replace(named, wire="int8"))
+        assert choose_backend(replace(named, wire="bf16")) is not None
+
+
 def test_gpus_with_helpers_need_the_group_in_cpp() -> None:
     with pytest.raises(UsageError, match=r"1 helper is named, and workers on GPUs need .* no C\+\+ compiler"):
         choose_backend(replace(GPUS, num_helpers=1, **LOST))
