@@ -16,7 +16,17 @@ import torch
 from pipeline_world import NUM_PARTS, Made, Oracle, Shared, Worker, run_worlds, worst_gradient
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from shoal.models.causal import CausalLM, MeanLoss
 from shoal.models.layers import blocks_of
@@ -29,14 +39,23 @@ LAYOUTS = ((1, 1, 2, True), (2, 1, 1, False), (2, 2, 2, False), (2, 1, 2, True),
 """(ranks, stages per rank, replicas, shards)"""
 
 
+OLDER, NEWER = ("gpt2", "llama"), ("qwen3", "gemma3")
+
+
 def model_of(name: str) -> PreTrainedModel:
     if name == "gpt2":
         sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": LENGTH + 1}
         return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, **dict.fromkeys(OFF, 0.0)))
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH + 1)
-    )
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH + 1,
+    }  # fmt: skip
+    if name == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    if name == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=16))
+    windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, head_dim=16, query_pre_attn_scalar=16, **windows))
 
 
 OFF = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
@@ -102,11 +121,21 @@ def errors(worker: Worker) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "num_workers", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    ("num_workers", "names"),
+    [
+        (2, OLDER),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, NEWER), *itertools.product((4, 8), (OLDER, NEWER)))
+        ),
+    ],
+    ids=lambda each: each if isinstance(each, int) else ", ".join(each),
 )
-def test_losses_and_gradients_are_those_of_transformers(num_workers: int, tmp_path: Path) -> None:
-    names = [(name, dtype) for name in ("gpt2", "llama") for dtype in MOST]
-    (world,) = run_worlds(tmp_path, partial(make_models, names), [(num_workers, errors)])
+def test_losses_and_gradients_are_those_of_transformers(
+    num_workers: int, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    models = [(name, dtype) for name in names for dtype in MOST]
+    (world,) = run_worlds(tmp_path, partial(make_models, models), [(num_workers, errors)])
     for found in world:
         assert found.keys() == world[0].keys() and found
         for case, (loss, gradient, name) in found.items():

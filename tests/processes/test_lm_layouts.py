@@ -33,8 +33,9 @@ from shoal.train.step import Step
 
 SAME = 1e-6
 PLAIN = LlamaConfig(**COMMON, **WIDE, num_key_value_heads=2)
-MODELS = {"gpt2": CAUSAL["gpt2"], "llama": CAUSAL["llama"], "plain": PLAIN}
-"""Two with dropout, and one whose layers divide: its attention has none."""
+NEWER = ("qwen3", "gemma3")
+MODELS = {name: CAUSAL[name] for name in ("gpt2", "llama", *NEWER)} | {"plain": PLAIN}
+"""Two with dropout, and three whose layers divide: their attention has none."""
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(data: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Runs of one worker that has the whole model."""
-    folder = tmp_path_factory.mktemp("whole")
-    for name in MODELS:
-        assert jobs.run(lm(name, data, models, folder / name, run=ALL), 1) == [EXIT_OK]
-    return {name: folder / name for name in MODELS}
+    return WholeRuns(data, models, tmp_path_factory.mktemp("whole"))
+
+
+class WholeRuns(dict[str, Path]):
+    """Run directories by the name of the model, trained as they are looked up."""
+
+    def __init__(self, data: Path, models: Path, folder: Path) -> None:
+        super().__init__()
+        self._data, self._models, self._folder = data, models, folder
+
+    def __missing__(self, name: str) -> Path:
+        run_dir = self[name] = self._folder / name
+        assert jobs.run(lm(name, self._data, self._models, run_dir, run=ALL), 1) == [EXIT_OK]
+        return run_dir
 
 
 Runs = Callable[[str, str], Path]
@@ -147,7 +158,7 @@ CASES = [
     (layout, name)
     for layout, (_, parallel) in LAYOUTS.items()
     for name in (("plain",) if "tensor" in parallel else ("gpt2", "llama"))
-]
+] + [(layout, name) for layout in ("2 stages", "2 shards", "2 parts") for name in NEWER]
 
 
 @pytest.mark.parametrize(

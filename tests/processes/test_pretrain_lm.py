@@ -14,12 +14,14 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from shoal import record
@@ -38,6 +40,16 @@ MODELS: dict[str, PreTrainedConfig] = {
     "gpt_neox": GPTNeoXConfig(**COMMON, **WIDE),
     "llama": LlamaConfig(**COMMON, **WIDE, num_key_value_heads=2, attention_dropout=0.1),
     "qwen2": Qwen2Config(**COMMON, **WIDE, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**COMMON, **WIDE, num_key_value_heads=2, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **COMMON,
+        **WIDE,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
 
 

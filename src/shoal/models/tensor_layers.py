@@ -182,6 +182,27 @@ class RowEmbedding(nn.Embedding):
         return self.workers.sum(rows.masked_fill(elsewhere[..., None], 0.0))
 
 
+class SharedWeights(nn.Module):
+    """Computes this worker's values with weights that all workers have, as a norm of its heads does.
+
+    Comes before the module's own class; the gradients of the weights are the sums of the workers'.
+    """
+
+    workers: Workers
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """Return what the module's own class does."""
+        own = self._parameters
+        group = self.workers.group
+        self._parameters = {
+            name: None if each is None else share_value(each, group) for name, each in own.items()
+        }
+        try:
+            return super().forward(*inputs)
+        finally:
+            self._parameters = own
+
+
 def own_part(tensor: Tensor) -> Tensor:
     """Return this worker's part of a tensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -16,7 +16,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shoal.errors import UsageError
-from shoal.models.tensor_layers import ColumnLinear, CountedWorkers, RowEmbedding, RowLinear, Workers
+from shoal.models.tensor_layers import (
+    ColumnLinear,
+    CountedWorkers,
+    RowEmbedding,
+    RowLinear,
+    SharedWeights,
+    Workers,
+)
 
 _STYLES: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, bool]]] = {
     "colwise": (nn.Linear, ColumnLinear, {"joins": False}),
@@ -28,6 +35,8 @@ _STYLES: dict[str, tuple[type[nn.Module], type[nn.Module], dict[str, bool]]] = {
     "embedding_rowwise": (nn.Embedding, RowEmbedding, {}),
 }
 """The module before and after, by the names of transformers, which has had two for some."""
+_SHARED = "replicated_with_grad_allreduce"
+"""The style of modules of any class whose weights are not divided, as those of norms of heads."""
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -101,6 +110,11 @@ def _divide(model: PreTrainedModel, workers: Workers, part_of: Callable[[Tensor,
                 styles.pop(module, None)
     parts = dict[nn.Parameter, nn.Parameter]()
     for module, style in styles.items():
+        if style == _SHARED:
+            own = type(module)
+            module.__class__ = type(own.__name__, (SharedWeights, own), {})
+            vars(module).update(workers=workers)
+            continue
         _, kind, options = _STYLES[style]
         for name, parameter in module.named_parameters(recurse=False):
             if kind is RowLinear and name == "bias":
@@ -115,7 +129,7 @@ def _divide(model: PreTrainedModel, workers: Workers, part_of: Callable[[Tensor,
 
 def _by_rows(style: str | None) -> bool:
     """Return whether a style divides the rows of a weight: the tokens, for an embedding and a head."""
-    return style is not None and _STYLES[style][1] is not RowLinear
+    return style in _STYLES and _STYLES[style][1] is not RowLinear
 
 
 def _chosen(model: PreTrainedModel) -> dict[nn.Module, str]:
@@ -124,18 +138,18 @@ def _chosen(model: PreTrainedModel) -> dict[nn.Module, str]:
     if not plan:
         raise UsageError(
             f"parallel.tensor: transformers has no plan (tp_plan) for {type(model).__name__}, as it has for "
-            "Llama, Qwen2, Mistral and GPT-NeoX; leave it out, or use parallel.shard"
+            "Llama, Qwen3, Gemma 3 and GPT-NeoX; leave it out, or use parallel.shard"
         )
     styles: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         style = plan.get(_NUMBER.sub("*", name))
         if style is None or getattr(module, "padding_idx", None) is not None:
             continue
-        if style not in _STYLES or type(module) is not _STYLES[style][0]:
+        if style != _SHARED and (style not in _STYLES or type(module) is not _STYLES[style][0]):
             raise UsageError(
                 f"parallel.tensor: transformers' plan for {type(model).__name__} has {style} for {name} "
-                f"({type(module).__name__}); known are {', '.join(_STYLES)} of linear layers and embeddings; "
-                "leave it out, or use parallel.shard"
+                f"({type(module).__name__}); known are {', '.join(_STYLES)} of linear layers and embeddings, "
+                f"and {_SHARED}; leave it out, or use parallel.shard"
             )
         styles[module] = style
     return styles

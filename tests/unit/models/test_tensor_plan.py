@@ -13,8 +13,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 from shoal.errors import UsageError
@@ -47,11 +47,11 @@ def test_plans_that_are_not_there_or_not_followed() -> None:
     mesh = init_device_mesh("cpu", (1,))
     with torch.device("meta"):
         gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=2))
-        qwen3 = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=4))
+        mixtral = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
     with pytest.raises(UsageError, match=r"no plan \(tp_plan\) for GPT2LMHeadModel"):
         divide_layers(gpt2, mesh)
-    with pytest.raises(UsageError, match=r"Qwen3ForCausalLM has replicated_with_grad_allreduce for .*q_norm"):
-        divide_layers(qwen3, mesh)
+    with pytest.raises(UsageError, match=r"MixtralForCausalLM has moe_tp_experts for .*mlp\.experts "):
+        divide_layers(mixtral, mesh)
 
 
 @pytest.mark.usefixtures("group")
