@@ -114,6 +114,14 @@ def test_shards_recompute_activations(data: Path, whole: dict[str, Path], tmp_pa
     )  # of 2 micro-batches: embeddings, head, and 2 layers twice
 
 
+@pytest.mark.parametrize("name", ["albert", pytest.param("bert", marks=pytest.mark.slow)])
+def test_stages_recompute_activations(name: str, data: Path, whole: dict[str, Path], tmp_path: Path) -> None:
+    config = MAKERS[name](data, tmp_path / "run", pipeline=2)
+    config = jobs.changed(config, {"model": {"activation_checkpointing": True}})
+    assert jobs.run(config, 2) == [EXIT_OK] * 2
+    assert_same_run(tmp_path / "run", whole[name])
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_in_stages(data: Path, whole: dict[str, Path], tmp_path: Path) -> None:
     run_dir = jobs.copy_without_end(whole["albert"], tmp_path / "run")
@@ -127,14 +135,6 @@ def test_a_run_goes_on_in_stages(data: Path, whole: dict[str, Path], tmp_path: P
     [
         ({"parallel": {"pipeline": 2}}, "train each phase as a run of its own"),
         ({"phase2": {"total_steps": 0}, "parallel": {"micro_batches": 2}}, "micro_batches needs a pipeline"),
-        (
-            {
-                "phase2": {"total_steps": 0},
-                "parallel": {"pipeline": 2},
-                "model": {"activation_checkpointing": True},
-            },
-            "activation_checkpointing does not go with parallel.pipeline",
-        ),
     ],
 )
 def test_settings_that_do_not_go_together(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ class Encoder:
         wanted: Tensor | None = None,
         dropout_keys: Tensor | None = None,
         lengths: Tensor | None = None,
+        calls: Sequence[Callable[..., Tensor]] = (),
     ) -> Tensor:
         """Return the last hidden states, ``[T, hidden]``, or ``[W, hidden]`` of the rows ``wanted``.
 
@@ -118,6 +119,7 @@ class Encoder:
             dropout_keys: int64 ``[B]``, keys of the samples (:mod:`shoal.dropout`), which training reads;
                 default: drawn from torch's generator.
             lengths: ``[B]`` tokens to attend to, of sequences that are padded to S tokens each; default: all.
+            calls: for each layer a function that calls one with its inputs; default: none around them.
         """
         keys = self.sample_keys(dropout_keys, cu_seqlens)
         of_sites = self._site_keys(keys, position_ids, cu_seqlens)
@@ -127,11 +129,12 @@ class Encoder:
         layout = self._layout(hidden, position_ids, cu_seqlens, max_seqlen, lengths, wanted)
         last = len(self.layers) - 1
         run: Callable[..., Tensor] = self._layer
-        if self.activation_checkpointing and self.base.training:
+        if self.activation_checkpointing and self.base.training and not torch.compiler.is_exporting():
             run = partial(checkpoint, self._layer, use_reentrant=False, preserve_rng_state=False)
         for number, layer in enumerate(self.layers):
             sites = (2 * number + 1, 2 * number + 2, 2 * (last + 1) + 1 + number)
-            hidden = run(layer, hidden, number == last, layout, tuple(of_sites[site] for site in sites))
+            call = partial(calls[number], run) if calls else run
+            hidden = call(layer, hidden, number == last, layout, tuple(of_sites[site] for site in sites))
         hidden = layout.as_asked(hidden)
         return hidden if self.final_norm is None else _norm(self.final_norm, hidden)
 

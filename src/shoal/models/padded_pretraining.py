@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,6 +30,8 @@ class PaddedPretraining(nn.Module):
         for name, child in model.named_children():
             self.add_module(name, child)
         self._packed = (model,)  # no child, which would rename the parameters
+        num_recomputed = len(model.encoder.layers) if model.encoder.activation_checkpointing else 0
+        self.recomputed = nn.ModuleList(_Recomputed() for _ in range(num_recomputed))
 
     def forward(
         self,
@@ -65,12 +70,26 @@ class PaddedPretraining(nn.Module):
             wanted=torch.cat([rows[:, 0], rows[:, 1:].flatten()]),
             dropout_keys=dropout_keys,
             lengths=lengths,
+            calls=tuple(self.recomputed),
         )
         mlm = _sums(model.mlm_logits(hidden[num:]), masked_ids.flatten(), masked_weights.flatten())
         logits = model.sentence_logits(hidden[:num], model.encoder.sample_keys(dropout_keys, lengths))
         sentence = torch.zeros_like(mlm) if logits is None else _sums(logits, labels, weights)
         loss = (mlm[0] * samples_per_target + sentence[0]) / num
         return {"loss": loss, "sums": torch.cat([mlm, sentence]).detach()}
+
+
+class _Recomputed(nn.Module):
+    """Calls a layer of the encoder, whose modules are called in parts, or more than once.
+
+    By its name stages find what they compute again (:mod:`shoal.pipelining.recompute`).
+    """
+
+    gradient_checkpointing = True
+
+    def forward(self, layer: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return the layer's output."""
+        return layer(*inputs)
 
 
 def _sums(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

@@ -138,11 +138,6 @@ class MaskedLMConfig:
                     f"{longest}: shorten the one or raise the other"
                 )
         self.parallel.check(self)
-        if self.parallel.pipeline > 1 and self.model.activation_checkpointing:
-            raise UsageError(
-                "model.activation_checkpointing does not go with parallel.pipeline: stages of an encoder "
-                "keep their activations; leave it out, or take more micro-batches"
-            )
         if self.parallel.splits and len(sequence_lengths) > 1:
             raise UsageError(
                 "stages are made for one length of sequences: with parallel.pipeline or parallel.shard train "

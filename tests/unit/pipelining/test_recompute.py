@@ -19,12 +19,15 @@ from transformers import GPT2Config
 from pipeline_models import cases
 from shoal.decide.cost import stage_costs
 from shoal.models.causal import CausalLM, MeanLoss, new_causal
+from shoal.models.padded_pretraining import PaddedPretraining
+from shoal.models.pretraining import new_encoder
 from shoal.models.t5 import T5
+from shoal.models.text_config import AlbertModelConfig, BertModelConfig
 from shoal.pipelining.export_graph import ExportedGraph, export_model
 from shoal.pipelining.loss import loss_of
 from shoal.pipelining.measure_cost import measure_cost
 from shoal.pipelining.random_streams import streams
-from shoal.pipelining.recompute import SegmentedRun, recomputed_layers
+from shoal.pipelining.recompute import SegmentedRun, recomputed_layers, segments_of
 from shoal.pipelining.roofline import DeviceRates, estimate_cost
 from shoal.pipelining.split import split
 from shoal.pipelining.units import units_of
@@ -85,6 +88,31 @@ def written() -> tuple[nn.Module, dict[str, Tensor]]:
     return T5(model).train(), {**batch, "dropout_keys": torch.arange(len(batch["labels"]))}
 
 
+ENCODER: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 8, "hidden_dropout_prob": 0.2,
+    "attention_probs_dropout_prob": 0.2,
+}  # fmt: skip
+
+
+def pretraining(config: AlbertModelConfig | BertModelConfig) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(2)
+    model = PaddedPretraining(new_encoder(config)).train()
+    batch = {
+        "input_ids": torch.randint(0, 61, (2, 8)),
+        "token_type_ids": torch.arange(8).repeat(2, 1) // 4,
+        "lengths": torch.tensor([8, 5]),
+        "wanted": torch.tensor([[0, 3, 6], [0, 1, 4]]),
+        "masked_ids": torch.randint(0, 61, (2, 2)),
+        "masked_weights": torch.ones(2, 2),
+        "weights": torch.ones(2),
+        "labels": torch.tensor([1, 0]),
+        "dropout_keys": torch.tensor([5, 9]),
+        "samples_per_target": torch.tensor(0.5),
+    }
+    return model, batch
+
+
 MODELS = {**cases(dropout=0.3), "causal": causal, "written": written}
 LAYER_NORM, RMS_NORM = torch.ops.aten.native_layer_norm.default, torch.ops.aten.rsqrt.default
 BITS = {
@@ -128,6 +156,28 @@ def test_recomputed_layers_have_the_bits_of_kept_ones(name: str, by_sample: bool
     layers = tuple(f"{layer}." for layer in recomputed_layers(model))
     norms = [n for n, module in model.named_modules() if "Norm" in type(module).__name__]
     assert twice == once + sum(n.startswith(layers) for n in norms)
+
+
+@pytest.mark.parametrize("kind", [AlbertModelConfig, BertModelConfig])
+def test_encoders_recompute_their_layers_with_the_same_bits(
+    kind: type[AlbertModelConfig | BertModelConfig],
+) -> None:
+    """Those of ALBERT are one module that is called three times."""
+    results = []
+    for recomputes in (False, True):
+        model, batch = pretraining(kind(**ENCODER, activation_checkpointing=recomputes))
+        exported = export_model(model, batch, True)
+        units = units_of(exported)
+        flow = units.flow
+        segments = segments_of(flow, 0, len(flow.body), recomputed_layers(model))
+        assert sum(each.recomputes for each in segments) == (3 if recomputes else 0)
+        for num_stages in (1, 3, 5):
+            cuts = [index * len(units) // num_stages for index in range(1, num_stages)]
+            stages = split(exported, cuts, units=units)
+            with streams(3, 7, range(4, 6)):
+                results.append(run_stages(model, stages, unflatten_of(exported), batch))
+    for mine, wanted in zip(results[3:], results[:3], strict=True):
+        assert_same_bits(mine, wanted)
 
 
 def unflatten_of(exported: ExportedGraph) -> Any:
