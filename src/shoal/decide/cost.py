@@ -92,7 +92,8 @@ class ModelCost:
             fixed = round(activations.fixed_bytes * parameter_bytes([unit]) / held)
             grown = round(num_samples * activations.sample_bytes * unit.saved_bytes / saved)
             units.append(replace(unit, saved_bytes=fixed + grown, fixed_bytes=fixed))
-        return replace(self, units=tuple(units), recomputed_bytes=0)
+        again = round(activations.once_of(num_samples))
+        return replace(self, units=tuple(units), recomputed_bytes=again)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ its class. What the forward pass keeps was counted (:mod:`shoal.models.step_memo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 
@@ -65,25 +65,34 @@ class Activations:
     fixed_bytes: float = 0.0
     """For any number of samples: 16-bit copies of weights, and the gradient of the largest weight before it
     is added to the others of a step."""
+    once_sample_bytes: float = 0.0
+    """For each sample of one micro-batch, whatever stages divide: the layer that a backward pass computes
+    again, and what its largest operation adds."""
+    once_fixed_bytes: float = 0.0
+    """The same, for any number of samples."""
 
-    def of(self, num_samples: float, share: float = 1.0) -> int:
-        """Return the bytes of ``num_samples`` on a device with a share of the layers."""
-        return round(share * (self.fixed_bytes + num_samples * self.sample_bytes))
+    def of(self, num_samples: float, share: float = 1.0, num_micro_batches: int = 1) -> int:
+        """Return the bytes of micro-batches of ``num_samples`` on a device with a share of the layers."""
+        kept = share * (self.fixed_bytes + num_micro_batches * num_samples * self.sample_bytes)
+        return round(kept + self.once_of(num_samples))
+
+    def once_of(self, num_samples: float) -> float:
+        """Return the bytes that are there for one micro-batch of ``num_samples`` at a time."""
+        return self.once_fixed_bytes + num_samples * self.once_sample_bytes
 
     def with_recomputed(self, whole: Activations, num_layers: int) -> Activations:
         """Return these, of activation checkpointing, with the layer that the backward pass computes again.
 
         Args:
-            whole: what is kept without checkpointing.
+            whole: what is kept without checkpointing; both with what the largest operation adds ``apart``.
         """
-        sample_bytes, fixed_bytes = (
-            kept + max(of_all - kept, 0.0) / num_layers
-            for kept, of_all in (
-                (self.sample_bytes, whole.sample_bytes),
-                (self.fixed_bytes, whole.fixed_bytes),
-            )
+        return replace(
+            self,
+            once_sample_bytes=self.once_sample_bytes
+            + max(whole.sample_bytes - self.sample_bytes, 0.0) / num_layers,
+            once_fixed_bytes=self.once_fixed_bytes
+            + max(whole.fixed_bytes - self.fixed_bytes, 0.0) / num_layers,
         )
-        return Activations(sample_bytes=sample_bytes, fixed_bytes=fixed_bytes)
 
 
 class CountedActivations(Mapping[Numerics, Activations]):

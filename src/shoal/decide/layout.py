@@ -84,7 +84,7 @@ def footprint_of(
 
     Where tensors are divided, the workload has the :attr:`~shoal.decide.workload.Workload.parts`. In a
     pipeline that is the device whose stages have the most parameters. The first of p stages keeps the
-    activations of up to p micro-batches of its 1 / p of the layers.
+    activations of up to p micro-batches of its 1 / p of the layers, and computes one layer again at a time.
 
     Args:
         micro_batch: samples per micro-batch.
@@ -101,12 +101,13 @@ def footprint_of(
     owned = beside or (workload.owned(replicas) if layout.sharded_optimizer else 1.0)
     is_explicit = layout.stages > 1 and workload.explicit_stages
     kept = own.activations[numerics.without_kernels if is_explicit else numerics]
-    num_samples = micro_batch * min(layout.stages, num_micro_batches)
     return Footprint(
         weights_bytes=round(4 * held * (whole + beside)),
         gradients_bytes=round(4 * trained * (whole + beside)),
         optimizer_bytes=round(owned * workload.state_bytes * trained),
-        activations_bytes=kept.of(num_samples, 1 / (layout.context * layout.stages)),
+        activations_bytes=kept.of(
+            micro_batch / layout.context, 1 / layout.stages, min(layout.stages, num_micro_batches)
+        ),
     )
 
 

@@ -40,6 +40,7 @@ def kept_activations(
     *,
     num_samples: int,
     numerics: Numerics,
+    apart: bool = False,
 ) -> Activations:
     """Return what a forward pass keeps until the backward pass, and what that adds where it holds most.
 
@@ -52,6 +53,7 @@ def kept_activations(
         loss: computes a scalar from the model and its inputs.
         num_samples: in the batch.
         numerics: of a device, which need not be there.
+        apart: tell what the backward pass adds apart from what is kept.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -73,10 +75,18 @@ def kept_activations(
             value = loss(copied, placed)
         gc.collect()  # outputs in cycles, which would count until some later collection
         copies = alive.copies_bytes
-        held = sum(alive.sizes.values()) - copies + 2 * alive.largest_bytes
+        held = sum(alive.sizes.values()) - copies
         del value
     gradient = max((4.0 * each.numel() for each in copied.parameters() if each.requires_grad), default=0.0)
-    return Activations(sample_bytes=held / num_samples, fixed_bytes=copies + gradient)
+    added = 2 * alive.largest_bytes
+    if not apart:
+        return Activations(sample_bytes=(held + added) / num_samples, fixed_bytes=copies + gradient)
+    return Activations(
+        sample_bytes=held / num_samples,
+        fixed_bytes=copies,
+        once_sample_bytes=added / num_samples,
+        once_fixed_bytes=gradient,
+    )
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ They were counted and lie in ``catalog/workloads.json``, so that a plan needs no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
@@ -59,6 +59,8 @@ class Preset:
         return " ".join(self.command)
 
 
+_NUMBERS = tuple(each.name for each in fields(Activations))
+"""Of activations in the catalog, where the last ones may be left out."""
 Presets = Callable[[str], Preset | None]
 """Returns the preset that a name of the planner stands for; ``None`` if there is none."""
 
@@ -117,8 +119,8 @@ def catalog() -> dict[str, list[Workload]]:
 
 def _activations(entry: Mapping[str, list[float]]) -> dict[Numerics, Activations]:
     return {
-        Numerics(name): Activations(sample_bytes=of_sample, fixed_bytes=of_copies)
-        for name, (of_sample, of_copies) in entry.items()
+        Numerics(name): Activations(**dict(zip(_NUMBERS, numbers, strict=False)))
+        for name, numbers in entry.items()
     }
 
 

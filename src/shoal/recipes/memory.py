@@ -48,7 +48,12 @@ def activations_of(sample: Sample, numerics: Numerics) -> Activations:
 
     def kept(model: nn.Module) -> Activations:
         return kept_activations(
-            model.train(), sample.inputs, with_keys, num_samples=sample.num_samples, numerics=numerics
+            model.train(),
+            sample.inputs,
+            with_keys,
+            num_samples=sample.num_samples,
+            numerics=numerics,
+            apart=sample.recompute is not None,
         )
 
     def with_keys(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:

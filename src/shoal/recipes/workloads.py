@@ -454,7 +454,9 @@ def _as_json(workload: Workload) -> str:
 
 
 def _kept(counted: Workload | LayerPart) -> dict[str, list[float]]:
-    return {name: [each.sample_bytes, each.fixed_bytes] for name, each in counted.activations.items()}
+    """Return the numbers of activations, those of a layer that is computed again where there is one."""
+    numbers = {name: [*vars(each).values()] for name, each in counted.activations.items()}
+    return {name: each if any(each[2:]) else each[:2] for name, each in numbers.items()}
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def test_counted_activations_are_shared_and_copies_of_weights_do_not_grow():
     (whole,) = stage_costs(kept, [])
     (grown,) = stage_costs(kept.scaled(4), [])
     assert (whole.saved_bytes, grown.saved_bytes) == (2 * 900 + 2_940, 8 * 900 + 2_940)
+    again = Activations(sample_bytes=900, once_sample_bytes=70, once_fixed_bytes=5)
+    assert COST.keeping(again, 2).recomputed_bytes == 145
 
 
 def test_a_message_takes_latency_and_bytes_and_none_takes_nothing():

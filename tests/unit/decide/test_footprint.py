@@ -94,7 +94,26 @@ def test_copies_of_weights_count_once_for_any_number_of_samples() -> None:
 
 def test_checkpointing_adds_one_layer_that_is_computed_again() -> None:
     whole, stored = (
-        Activations(sample_bytes=1_000, fixed_bytes=400),
-        Activations(sample_bytes=200, fixed_bytes=0),
+        Activations(sample_bytes=1_000, fixed_bytes=400, once_sample_bytes=7),
+        Activations(sample_bytes=200, fixed_bytes=0, once_sample_bytes=6, once_fixed_bytes=2),
     )
-    assert stored.with_recomputed(whole, 8) == Activations(sample_bytes=300, fixed_bytes=50)
+    kept = stored.with_recomputed(whole, 8)
+    assert kept == replace(stored, once_sample_bytes=106, once_fixed_bytes=52)
+    assert kept.of(3) == 3 * 200 + 52 + 3 * 106
+
+
+def test_a_layer_that_is_computed_again_is_divided_by_no_stages() -> None:
+    """It is there once, whatever micro-batches are kept: fewer than stages, or as many."""
+    again = Activations(sample_bytes=100, fixed_bytes=10, once_sample_bytes=40, once_fixed_bytes=8)
+    made = replace(WORKLOAD, activations={Numerics.BF16_KERNELS: again})
+    kept = [of(made, stages=stages).activations_bytes for stages in (1, 2, 4)]
+    assert kept == [10 + 300 + 128, 5 + 300 + 128, 2 + 300 + 128]
+    few = footprint_of(
+        made,
+        Layout(global_batch=12, stages=4),
+        micro_batch=3,
+        num_micro_batches=2,
+        replicas=1,
+        numerics=Numerics.BF16_KERNELS,
+    )
+    assert few.activations_bytes == 2 + 150 + 128
