@@ -61,7 +61,7 @@ def kept_activations(
         ...     model, {"x": torch.empty(2, 4)}, lambda model, inputs: model(inputs["x"]).sum(),
         ...     num_samples=2, numerics=Numerics.FP32,
         ... )
-        Activations(sample_bytes=98.0, fixed_bytes=128.0)
+        Activations(sample_bytes=98.0, fixed_bytes=128.0, once_sample_bytes=0.0, once_fixed_bytes=0.0)
     """
     copied = copy.deepcopy(model)  # before the mode begins, which copies no tensors with values
     with FakeTensorMode(allow_non_fake_inputs=True), assuming_kernels(numerics.has_kernels):

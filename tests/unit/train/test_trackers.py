@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from shoal.train.config import RunOutputConfig
 from shoal.train.row_writers import MLflowTracker, Tracker, WandbTracker
 from shoal.train.run import Run, Sizes
 
+DEADLINE_S = 30.0
 DATA = [(torch.randn(4), torch.tensor(number % 2)) for number in range(32)]
 
 
@@ -54,19 +56,28 @@ def train(directory: Path, *names: Any, until: int = 4, fails_at: int = 0, stops
 
 
 def records(directory: Path) -> Iterator[Record]:
-    """Yield what W&B has stored offline: LevelDB's log format of messages, in blocks of 32 KiB."""
+    """Yield what W&B has stored offline, once its service has written all: how the run ended comes last."""
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
-        data, at, message = path.read_bytes(), 7, b""
-        while at < len(data):
-            if (left := 32_768 - at % 32_768) < 7:
-                at += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, at)
-            message += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # whole, or its last part
-                yield Record.FromString(message)
-                message = b""
+        end = time.monotonic() + DEADLINE_S
+        while not any(record.HasField("exit") for record in messages(path.read_bytes())):
+            assert time.monotonic() < end, path
+            time.sleep(0.05)
+        yield from messages(path.read_bytes())
+
+
+def messages(data: bytes) -> Iterator[Record]:
+    """Yield the whole messages of LevelDB's log format, in blocks of 32 KiB."""
+    at, message = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32_768 - at % 32_768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4) and at <= len(data):  # whole, or its last part
+            yield Record.FromString(message)
+            message = b""
 
 
 def history(directory: Path) -> list[dict[str, Any]]:
