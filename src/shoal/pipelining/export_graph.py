@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from torch.fx import config
 from torch.utils import _pytree as pytree
 
 from shoal.errors import UsageError
+from shoal.pipelining.own_gradients import traced_gradients
 from shoal.pipelining.random_streams import number_draws
 from shoal.pipelining.stage import replace_tensors
 
@@ -90,7 +91,7 @@ def export_model(model: nn.Module, inputs: Mapping[str, Tensor], training: bool)
     try:
         with (
             in_mode(model, training), _own_parts(model), _without_caches(model), _without_checkpoints(model),
-            _without_stack_traces(),
+            _without_stack_traces(), traced_gradients() if training else nullcontext(),
         ):  # fmt: skip
             program = torch.export.export(model, (), dict(inputs), strict=False)
     except Exception as error:
