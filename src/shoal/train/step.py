@@ -262,7 +262,7 @@ class Step:
 
     @property
     def _exchanges_in_update(self) -> bool:
-        """Whether workers exchange more than norms after the backward pass: gradients, or new weights."""
+        """True if the update, too, exchanges gradients or new weights, and not only norms."""
         training = self._training
         has_shards = training.update.shards is not None and training.world.num_workers > 1
         return training.update.on_servers or has_shards or any(not ddp.average for ddp in training.models)

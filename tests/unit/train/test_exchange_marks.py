@@ -1,4 +1,4 @@
-"""What a step marks as the exchange of gradients, for which reads of shards wait."""
+"""Marks of gradient exchanges, which a step sets and reads of shards wait for."""
 
 from __future__ import annotations
 
